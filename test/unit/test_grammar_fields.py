@@ -19,7 +19,7 @@ from chitu.errors import Capacity, ChituError, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarStore
 from chitu.grammars.store import Outcome
 from chitu.http.ask.bodies import MAX_CHOICE_CHARS, MAX_CHOICES, CompletionBody
-from chitu.http.ask.sampling import grammar_of
+from chitu.http.ask.grammar_fields import grammar_of
 from chitu.http.table import BODIES
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (

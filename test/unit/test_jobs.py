@@ -17,10 +17,10 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
 from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.ask.answer_size import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.ask.bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
 from chitu.http.ask.reader import BodyReader, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.ask.sampling import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.table import READERS
 from chitu.http.wire.exchange import Exchange

@@ -21,8 +21,7 @@ from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.answer.choice import RunningAnswers
 from chitu.http.answer.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
-from chitu.http.ask.parsed import ParsedRequest, Prompt
-from chitu.http.ask.sampling import OutputOptions
+from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt
 from chitu.http.ask.served_model import ModelLimits
 from chitu.http.wire.events import EventNumbers, events_read
 from chitu.protocol import InstanceInfo, KVLayout, SamplingParams

@@ -23,7 +23,7 @@ from chitu.http.answer.token_logprobs import (
     completion_texts,
 )
 from chitu.http.ask.chat import chat_messages
-from chitu.http.ask.sampling import OutputOptions
+from chitu.http.ask.parsed import OutputOptions
 from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.http.dialects.responses.answers import ResponsesFormat
 from chitu.http.dialects.responses.bodies import ResponsesBody

@@ -46,8 +46,9 @@ from chitu.http.ask.bodies import (
 from chitu.http.ask.chat import chat_messages, offered_tools
 from chitu.http.ask.decoder import MAX_FIELD_BYTES, MAX_TOOLS_BYTES, warning_header
 from chitu.http.ask.fields import OTHER_NAMES, Field
+from chitu.http.ask.grammar_fields import grammar_of
 from chitu.http.ask.prompts import prompts_of
-from chitu.http.ask.sampling import grammar_of, output_options, sampling_params
+from chitu.http.ask.sampling import output_options, sampling_params
 from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
 from chitu.http.dialects.openai.bodies import ABORT, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
 from chitu.http.dialects.pooled.bodies import EMBEDDINGS, RERANK, SCORE

@@ -24,7 +24,7 @@ from chitu.grammars import GrammarCompiler
 from chitu.http.answer.choice import ChoiceDecoder, Delta
 from chitu.http.ask.bodies import ChatBody
 from chitu.http.ask.chat import chat_messages, chosen_tools, reasoning_variables
-from chitu.http.ask.sampling import OutputOptions
+from chitu.http.ask.parsed import OutputOptions
 from chitu.http.messages.call_formats import (
     HermesParser,
     Llama4Parser,

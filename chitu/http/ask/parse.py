@@ -1,6 +1,5 @@
 """Parsing of a body into a `ParsedRequest`: prompts as token ids, each with its sampling, and output options. Pure.
 
-Checks what the types of a body cannot express (the shape of prompts, the content of messages, the choice of tools).
 Bodies of other APIs are chats in other words (`translation.py`). Part of `BodyWork`; every error is returned to the
 client.
 """
@@ -11,26 +10,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
-
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Tool
+from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, Tool
 from chitu.http.ask.chat import ChosenTools, chat_messages, chosen_tools, reasoning_variables, template_variables
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
-from chitu.http.ask.sampling import (
-    DEFAULT_COMPLETION_TOKENS,
-    AnswerSize,
-    grammar_of,
-    kept_tokens,
-    output_options,
-    require_a_token,
-    sampling_params,
-)
-from chitu.http.ask.served_model import ModelLimits, ServedModel, output_limit
+from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, Asked, Rules
+from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.ask.translation import Translation
 from chitu.http.messages.call_formats import grammar_of_calls
-from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
+from chitu.protocol import pack_i32
 from chitu.router.costs import NO_SLO, SLO
 
 
@@ -52,9 +41,8 @@ class BodyParser:
     def completion(self, body: CompletionBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
         adapter = self.model.adapter_of(body.model)
         given = prompts_of(body.prompt, "prompt")
-        parsed = self._parsed(
-            body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
-        )
+        rules = Rules(DEFAULT_COMPLETION_TOKENS, body.add_special_tokens is not False)
+        parsed = self._parsed(body, given, rules, context, warnings)
         parsed.adapter = adapter
         return parsed
 
@@ -111,17 +99,8 @@ class BodyParser:
         if variables.get("enable_thinking") is False:
             reasoning = None
         param = "tool_choice" if tools.is_required else "tools"
-        parsed = self._parsed(
-            body,
-            [text],
-            bool(body.add_special_tokens),
-            context,
-            None,
-            warnings,
-            (calls, param) if calls is not None else None,
-            reasoning,
-            caps,
-        )
+        rules = Rules(None, bool(body.add_special_tokens), None if calls is None else (calls, param), reasoning, caps)
+        parsed = self._parsed(body, [text], rules, context, warnings)
         if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
             # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
@@ -134,74 +113,32 @@ class BodyParser:
         self,
         body: GenerationBody,
         given: Sequence[str] | Sequence[list[int]],
-        add_special_tokens: bool,
+        rules: Rules,
         context: ParseContext,
-        default_tokens: int | None,
         warnings: list[str],
-        calls: tuple[Grammar, str] | None = None,
-        reasoning: Reasoning | None = None,
-        caps: bool = False,
     ) -> ParsedRequest:
-        options = output_options(body)
-        wanted = body.max_completion_tokens
-        if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
-            raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
-        limits = context.require_limits()
-        if options.stops:
-            found = self.model.tokenizer.special_tokens_in(options.stops)
-            options.special_stops = {text: token for text, token in found.items() if token < limits.vocab_size}
-        num_choices = len(given) * options.n
-        if num_choices > MAX_PROMPTS:
-            raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
-        for name in ("return_receipt", "return_page_sums"):
-            if num_choices > 1 and getattr(body, name):
-                raise InvalidRequest(f"{name} is available for one choice of one prompt", name)
+        asked = Asked(body, rules, self.model, context, len(given))
         # The prompt of a chat is rendered from its messages.
-        param = "messages" if default_tokens is None else "prompt"
-        most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
-        grammar, grammar_param = grammar_of(body, calls) or (None, None)
-        if grammar is not None:
-            if reasoning is not None and grammar.kind == "tool_calls":
-                reasoning = msgspec.structs.replace(reasoning, head="")  # calls and text have their own
-            grammar = msgspec.structs.replace(grammar, reasoning=reasoning)
-        bad_words = self.model.bad_words(body.bad_words, limits) if body.bad_words else ()
+        is_chat = rules.default_tokens is None
+        param = "messages" if is_chat else "prompt"
         prompts: list[Prompt] = []
-        samplings = []
-        shared: SamplingParams | None = None
-        size, fills_context = AnswerSize(body, options, len(given)), False
         for entry in given:
             context.require_client()
-            ids, text = self._encode(entry, add_special_tokens, limits, most)
+            ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, asked.kept)
             if not ids:
                 raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
-            if caps:
-                max_tokens = output_limit(len(ids), None, wanted, limits.max_model_len)
-                fills_context = max_tokens == limits.max_model_len - len(ids) and max_tokens != wanted
-            else:
-                max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
-            if wanted is None:
-                max_tokens = min(max_tokens, size.most_tokens(len(ids)))
-            self.model.require_known(ids, limits, param, isinstance(entry, str))
-            if shared is None or shared.max_tokens != max_tokens:
-                shared = sampling_params(
-                    body, options, max_tokens, limits.vocab_size, self.model.tokenizer_eos, bad_words, grammar
-                )
-                require_a_token(shared, self.model.eos_ids)
-            prompt = self._prompt(ids, text, add_special_tokens, options)
-            size.add(len(ids), max_tokens, prompt.echo)
-            prompts.append(prompt)
-            samplings.append(shared)
+            asked.add(ids, isinstance(entry, str), param)
+            prompts.append(self._prompt(ids, text, rules.add_special_tokens, asked.options))
+            asked.count(len(ids), prompts[-1].echo)
         return ParsedRequest(
-            prompts,
-            samplings,
-            options,
+            *(prompts, asked.samplings, asked.options),
             cache_salt=None if body.cache_prompt is False else body.cache_salt or "",
             priority=body.priority or 0,
             slo=NO_SLO if body.slo is None else SLO(body.slo.ttft_s, body.slo.tpot_s),
-            is_chat=default_tokens is None,
+            is_chat=is_chat,
             warnings=warnings,
-            grammar_param=grammar_param,
-            fills_context=fills_context,
+            grammar_param=asked.grammar_param,
+            fills_context=asked.fills_context,
         )
 
     def _encode(

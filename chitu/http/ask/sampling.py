@@ -1,39 +1,111 @@
-"""What the fields of a body ask of sampling and of the answer: parameters, options, grammar, size. Pure; part of
-`BodyWork`, called by `parse.py` once per request.
+"""What the fields of a body ask of sampling and of the answer: parameters and options. Pure; part of `BodyWork`, where
+a body passes through `Asked` once.
 
 Ranges are checked as the body is decoded (`bodies.py`); here are defaults, and what depends on the model or on other
-fields. Every error names its field. `response_format`, `structured_outputs` and `guided_*` express the same, so a
-request may give one of them; compilation checks the grammar's text (`grammars/compiler.py`). The size of an answer
-(prompts times choices times tokens times candidates) is bounded before anything is computed. A stream is counted like a
-whole answer: if its client reads slowly, all of it waits here.
+fields. Every error names its field.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
-from chitu.http.ask.decoder import cut_character
-from chitu.http.ask.parsed import OutputOptions
-from chitu.protocol import MAX_GRAMMAR_CHARS, MAX_LOGPROBS, Grammar, GrammarKind, SamplingParams
+from chitu.errors import ContextLengthExceeded, InvalidRequest
+from chitu.http.ask.answer_size import AnswerSize
+from chitu.http.ask.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody
+from chitu.http.ask.grammar_fields import grammar_of
+from chitu.http.ask.parsed import OutputOptions, ParseContext
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, Grammar, Reasoning, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat's default is the rest of the context."""
 SEED_MASK = (1 << 63) - 1
+TokenSequences = tuple[tuple[int, ...], ...]
 MAX_ID_DIGITS = 20
 """A token id that is given as text has fewer digits than this."""
-MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer, in bytes of JSON."""
-ENTRY_BYTES = 72
-"""One token, or one candidate for it, in a list of logprobs."""
-TEXT_BYTES = 4
-"""A generated token in the text."""
-ID_BYTES = 8
-"""A generated token in `token_ids`."""
-_NOT_GUIDED = (msgspec.UNSET, None, None, None)
+
+
+class Rules(NamedTuple):
+    """What differs between a completion, a chat, and a chat that was another body."""
+
+    default_tokens: int | None
+    """Default of `max_tokens`; None for a chat: the rest of the context."""
+    add_special_tokens: bool
+    calls: tuple[Grammar, str] | None = None
+    """Grammar of tool calls, and its field."""
+    reasoning: Reasoning | None = None
+    """What precedes the part that follows a grammar."""
+    caps: bool = False
+    """More tokens than the rest of the context are no error, but cut to it."""
+
+
+class Asked:
+    """What a body asks of sampling and of its answer: checked once, then applied to each of its prompts."""
+
+    def __init__(
+        self, body: GenerationBody, rules: Rules, model: ServedModel, context: ParseContext, num_prompts: int
+    ) -> None:
+        self._body, self._rules, self._model = body, rules, model
+        self.options = options = output_options(body)
+        wanted = body.max_completion_tokens
+        if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
+            raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
+        self._wanted = wanted
+        self.limits = limits = context.require_limits()
+        if options.stops:
+            found = model.tokenizer.special_tokens_in(options.stops)
+            options.special_stops = {text: token for text, token in found.items() if token < limits.vocab_size}
+        num_choices = num_prompts * options.n
+        if num_choices > MAX_PROMPTS:
+            raise InvalidRequest(f"{num_prompts} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
+        for name in ("return_receipt", "return_page_sums"):
+            if num_choices > 1 and getattr(body, name):
+                raise InvalidRequest(f"{name} is available for one choice of one prompt", name)
+        self.kept = _kept_tokens(body, wanted or rules.default_tokens or 1, limits.max_model_len)
+        """Most tokens of a prompt that are kept; None: all."""
+        found_grammar = grammar_of(body, rules.calls)
+        self.grammar_param = None if found_grammar is None else found_grammar[1]
+        grammar = None if found_grammar is None else found_grammar[0]
+        if grammar is not None:
+            reasoning = rules.reasoning
+            if reasoning is not None and grammar.kind == "tool_calls":
+                reasoning = msgspec.structs.replace(reasoning, head="")  # calls and text have their own
+            grammar = msgspec.structs.replace(grammar, reasoning=reasoning)
+        self._grammar = grammar
+        self._bad_words = _bad_words(model, body.bad_words, limits) if body.bad_words else ()
+        self._size = AnswerSize(body, options, num_prompts)
+        self.samplings: list[SamplingParams] = []
+        """Of each prompt; those of equal prompts are one object."""
+        self.fills_context = False
+        """See `ParsedRequest`, for the last prompt."""
+
+    def add(self, ids: Sequence[int], is_text: bool, param: str) -> None:
+        """Decide on the sampling of a prompt, which is still to be counted."""
+        body, rules, wanted, most = self._body, self._rules, self._wanted, self.limits.max_model_len
+        if rules.caps:
+            max_tokens = _output_limit(len(ids), None, wanted, most)
+            self.fills_context = max_tokens == most - len(ids) and max_tokens != wanted
+        else:
+            max_tokens = _output_limit(len(ids), wanted, rules.default_tokens, most)
+        if wanted is None:
+            max_tokens = min(max_tokens, self._size.most_tokens(len(ids)))
+        self._model.require_known(ids, self.limits, param, is_text)
+        sampling = self.samplings[-1] if self.samplings else None
+        if sampling is None or sampling.max_tokens != max_tokens:
+            more_eos, vocab_size = self._model.tokenizer_eos, self.limits.vocab_size
+            sampling = sampling_params(
+                body, self.options, max_tokens, vocab_size, more_eos, self._bad_words, self._grammar
+            )
+            _require_a_token(sampling, self._model.eos_ids)
+        self.samplings.append(sampling)
+
+    def count(self, num_tokens: int, echo: str) -> None:
+        """Count the prompt that was added last to the answer's size. `echo`: its text, if the answer repeats it."""
+        self._size.add(num_tokens, self.samplings[-1].max_tokens, echo)
 
 
 def _token_ids(values: list[int], vocab_size: int, name: str) -> tuple[int, ...]:
@@ -127,7 +199,7 @@ def sampling_params(
     max_tokens: int,
     vocab_size: int,
     more_eos: tuple[int, ...] = (),
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    bad_words: TokenSequences = (),
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters, with every default resolved and every id checked. `options` are those of the same
@@ -177,7 +249,7 @@ def _asked_prompt_logprobs(options: OutputOptions) -> int | None:
     return max(options.logprobs, options.prompt_logprobs or 0)
 
 
-def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
+def _require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
     """Raise InvalidRequest if no allowed token is left. Tokens that `min_tokens` holds back for a while count as
     forbidden, because no token could be drawn meanwhile."""
     if not sampling.allowed_token_ids:
@@ -192,7 +264,7 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
         )
 
 
-def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int | None:
+def _kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int | None:
     """Return how many prompt tokens `truncate_prompt_tokens` keeps at most; None: all. If it is -1, the prompt leaves
     room for `to_emit` tokens of the answer. Raise InvalidRequest if it is out of range."""
     wanted = body.truncate_prompt_tokens
@@ -207,162 +279,58 @@ def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int |
     return wanted
 
 
+def _output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:
+    """Return how many tokens a request may emit. `default` None: the rest of the context. ContextLengthExceeded if the
+    prompt leaves no room, or less than `wanted`."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {max_model_len} tokens and the prompt alone has {prompt_tokens}; "
+            "shorten the prompt"
+        )
+    if wanted is not None:
+        if wanted > room:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {max_model_len} tokens, but {prompt_tokens + wanted} were "
+                f"asked for ({prompt_tokens} in the prompt, {wanted} to generate); shorten either"
+            )
+        return wanted
+    return room if default is None else min(default, room)
+
+
+def _bad_words(
+    model: ServedModel, words: Sequence[str | list[int]], limits: ModelLimits
+) -> tuple[tuple[int, ...], ...]:
+    """Return each word as its tokens at the beginning of a text and after a space; token lists stay as they are.
+    InvalidRequest if a word is only spaces, or more than `MAX_BAD_WORD_TOKENS` tokens, and for more than
+    `MAX_BAD_WORDS` sequences."""
+    found: dict[tuple[int, ...], None] = {}
+    for i, word in enumerate(words):
+        param = f"bad_words[{i}]"
+        if not isinstance(word, str):
+            model.require_known(word, limits, param, is_text=False)
+            found[tuple(word)] = None
+            continue
+        bare = word.lstrip()
+        if not bare:
+            raise InvalidRequest(f"{param} must not be empty", param)
+        for text in (bare, " " + bare):
+            ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"{param}: {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are accepted", param)
+            if ids:
+                model.require_known(ids, limits, param, is_text=True)
+                found[ids] = None
+    if len(found) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words: {len(found)} sequences of tokens, a text being two; at most {MAX_BAD_WORDS} are accepted",
+            "bad_words",
+        )
+    return tuple(found)
+
+
 def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
     """Return the parameters of choice `index` of n: with seed + index."""
     if index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK)
-
-
-class AnswerSize:
-    """Size of one request's answer, as far as its prompts are added."""
-
-    def __init__(self, body: GenerationBody, options: OutputOptions, num_prompts: int) -> None:
-        self._body = body
-        self._options = options
-        self._num_prompts = num_prompts
-        self._copies = 1 if isinstance(body, ChatBody) else options.num_returned or options.n
-        """How often the answer has what belongs to a prompt."""
-        self._repeats_logprobs = options.echo and options.logprobs is not None
-        counts = (options.prompt_logprobs, options.logprobs if self._repeats_logprobs else None)
-        self._prompt_token_bytes = sum([ENTRY_BYTES * (1 + count) for count in counts if count is not None])
-        # `best_of` ranks by logprobs, even if the client does not want them.
-        candidates = 0 if options.logprobs is None and options.num_returned else options.logprobs
-        self._token_bytes = (
-            TEXT_BYTES
-            + (ID_BYTES if options.return_token_ids else 0)
-            + (ENTRY_BYTES * (1 + candidates) if candidates is not None else 0)
-        )
-        self._of_prompts = self._of_tokens = 0
-        self._most_tokens = self._num_prompt_tokens = 0
-
-    def most_tokens(self, num_tokens: int) -> int:
-        """Return how many tokens each choice may have after a prompt of `num_tokens`; at least one."""
-        left = MAX_ANSWER_BYTES - self._copies * num_tokens * self._prompt_token_bytes
-        return max(1, left // (self._options.n * self._token_bytes))
-
-    def add(self, num_tokens: int, max_tokens: int, echo: str) -> None:
-        """Add a prompt, its choices of up to `max_tokens`, and its text `echo` that they repeat. Raise InvalidRequest,
-        which names what makes the answer large, if it may become too large."""
-        echoed = len(msgspec.json.encode(echo)) if echo else 0
-        self._of_prompts += self._copies * (num_tokens * self._prompt_token_bytes + echoed)
-        self._of_tokens += self._options.n * max_tokens * self._token_bytes
-        self._num_prompt_tokens += num_tokens
-        self._most_tokens = max(self._most_tokens, max_tokens)
-        num_bytes = self._of_prompts + self._of_tokens
-        if num_bytes > MAX_ANSWER_BYTES:
-            factors = self._factors()
-            told = ", ".join([f"{count:,} {what} ({name})" for name, count, what in factors])
-            raise InvalidRequest(
-                f"the answer may have {num_bytes:,} bytes or more, and at most {MAX_ANSWER_BYTES:,} are given: it "
-                f"multiplies {told}; ask for less of one of these",
-                factors[0][0],
-            )
-
-    def _factors(self) -> list[tuple[str, int, str]]:
-        """Return the fields that make the answer large, each with its number and what it counts."""
-        body, options, factors = self._body, self._options, []
-        of_prompts = self._of_prompts > self._of_tokens
-        choices = self._copies if of_prompts else options.n
-        if choices > 1:
-            name = "best_of" if options.num_returned and choices == options.n else "n"
-            factors.append((name, choices, "choices"))
-        if self._num_prompts > 1:
-            factors.append(("prompt", self._num_prompts, "prompts"))
-        if of_prompts and options.prompt_logprobs is not None:
-            factors.append(("prompt_logprobs", options.prompt_logprobs, "candidates"))
-        if options.logprobs is not None and (self._repeats_logprobs or not of_prompts):
-            name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-            factors.append((name, options.logprobs, "candidates"))
-        if of_prompts:
-            name = "messages" if isinstance(body, ChatBody) else "echo" if options.echo else "prompt"
-            factors.append((name, self._num_prompt_tokens, "prompt tokens"))
-        else:
-            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            factors.append((name, self._most_tokens, "tokens of an answer"))
-        return factors
-
-
-def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
-    """Return the grammar of the answer and the name of its field; None if the answer is free. `calls`: grammar and
-    field of tool calls. Raise InvalidRequest for two grammars, and for one that cannot be served."""
-    found = [] if calls is None else [calls]
-    if body.response_format is not None:
-        found += _of_format(body.response_format)
-    if body.structured_outputs is not None:
-        found += _of_outputs(body.structured_outputs, "structured_outputs.")
-        if not found:
-            raise InvalidRequest(
-                "structured_outputs must have one of json, json_object, regex, choice and grammar",
-                "structured_outputs",
-            )
-    guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
-    if guided != _NOT_GUIDED:
-        json, regex, choice, grammar = guided
-        found += _of_outputs(StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar), "guided_")
-    if not found:
-        return None
-    param = found[0][1]
-    if len(found) > 1:
-        raise InvalidRequest(f"{found[1][1]} and {param} both define the format of the answer; give one", found[1][1])
-    if body.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos cannot be combined with {param}, which determines where the answer ends", "ignore_eos"
-        )
-    return found[0]
-
-
-def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:
-    param = "response_format.json_schema" if wanted.json_schema is not None else "response_format.schema"
-    if wanted.json_schema is None and _is_left_out(wanted.schema):
-        if wanted.type == "json_schema":
-            raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
-        return [_grammar("json_object", "", "response_format")] if wanted.type == "json_object" else []
-    if wanted.type == "text":
-        raise InvalidRequest(f"{param} defines a JSON schema, but the type is 'text'; use json_schema", param)
-    if wanted.json_schema is None:
-        return [_grammar("json_schema", _schema(wanted.schema, param), param)]
-    if not _is_left_out(wanted.schema):
-        raise InvalidRequest("response_format.schema and response_format.json_schema are the same; give one", param)
-    param = f"{param}.schema"
-    return [_grammar("json_schema", _schema(wanted.json_schema.schema, param), param)]
-
-
-def _of_outputs(outputs: StructuredOutputs, name: str) -> list[tuple[Grammar, str]]:
-    found = []
-    if not _is_left_out(outputs.json):
-        found.append(_grammar("json_schema", _schema(outputs.json, f"{name}json"), f"{name}json"))
-    if outputs.json_object:
-        found.append(_grammar("json_object", "", f"{name}json_object"))
-    if outputs.regex is not None:
-        found.append(_grammar("regex", outputs.regex, f"{name}regex"))
-    if outputs.choice is not None:
-        found.append(_grammar("choice", msgspec.json.encode(outputs.choice).decode(), f"{name}choice"))
-    if outputs.grammar is not None:
-        found.append(_grammar("lark", outputs.grammar, f"{name}grammar"))
-    return found
-
-
-def _grammar(kind: GrammarKind, text: str, param: str) -> tuple[Grammar, str]:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are accepted", param)
-    return Grammar(kind, text), param
-
-
-def _is_left_out(value: msgspec.Raw | msgspec.UnsetType) -> bool:
-    return value is msgspec.UNSET or bytes(value) == b"null"
-
-
-def _schema(value: msgspec.Raw | msgspec.UnsetType, param: str) -> str:
-    """Return the schema as JSON. It is given as an object, or as a text that holds one."""
-    if _is_left_out(value):
-        raise InvalidRequest(f"{param} is required", param)
-    assert value is not msgspec.UNSET
-    given = bytes(value)
-    try:
-        text = msgspec.json.decode(given, type=str) if given[:1] == b'"' else given.decode()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise cut_character(given, param) or InvalidRequest(f"{param} is not valid JSON: {error}", param) from error
-    if not text.lstrip().startswith("{"):
-        raise InvalidRequest(f"{param} must be a JSON schema: an object, or a text that holds one", param)
-    return text

@@ -17,7 +17,7 @@ from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.pooling import read_pooling
-from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, KVLayout, SamplingParams
+from chitu.protocol import KVLayout, SamplingParams
 from chitu.router.policies import Candidates
 from chitu.tokenizer import Tokenizer
 
@@ -109,36 +109,6 @@ class ServedModel:
                 "characters has more; shorten the prompt"
             )
         return self.tokenizer.encode(text, add_special_tokens)
-
-    def bad_words(self, words: Sequence[str | list[int]], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
-        """Return each word as its tokens at the beginning of a text and after a space; token lists stay as they are.
-        InvalidRequest if a word is only spaces, or more than `MAX_BAD_WORD_TOKENS` tokens, and for more than
-        `MAX_BAD_WORDS` sequences."""
-        found: dict[tuple[int, ...], None] = {}
-        for i, word in enumerate(words):
-            param = f"bad_words[{i}]"
-            if not isinstance(word, str):
-                self.require_known(word, limits, param, is_text=False)
-                found[tuple(word)] = None
-                continue
-            bare = word.lstrip()
-            if not bare:
-                raise InvalidRequest(f"{param} must not be empty", param)
-            for text in (bare, " " + bare):
-                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if len(ids) > MAX_BAD_WORD_TOKENS:
-                    raise InvalidRequest(
-                        f"{param}: {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are accepted", param
-                    )
-                if ids:
-                    self.require_known(ids, limits, param, is_text=True)
-                    found[ids] = None
-        if len(found) > MAX_BAD_WORDS:
-            raise InvalidRequest(
-                f"bad_words: {len(found)} sequences of tokens, a text being two; at most {MAX_BAD_WORDS} are accepted",
-                "bad_words",
-            )
-        return tuple(found)
 
     def encode_to_cut(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
         """Return token ids as `encode` does, for a text of which only the end is used. It may have more tokens than a
@@ -236,22 +206,3 @@ class ServedModel:
             token = self.tokenizer.decode([largest], skip_special_tokens=False)
             raise InvalidRequest(f"{param}: the text has the token {token!r} ({largest}); the model has {known}", param)
         raise InvalidRequest(f"{param}: token ids must be {known}", param)
-
-
-def output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:
-    """Return how many tokens a request may emit. `default` None: the rest of the context. ContextLengthExceeded if the
-    prompt leaves no room, or less than `wanted`."""
-    room = max_model_len - prompt_tokens
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {max_model_len} tokens and the prompt alone has {prompt_tokens}; "
-            "shorten the prompt"
-        )
-    if wanted is not None:
-        if wanted > room:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {max_model_len} tokens, but {prompt_tokens + wanted} were "
-                f"asked for ({prompt_tokens} in the prompt, {wanted} to generate); shorten either"
-            )
-        return wanted
-    return room if default is None else min(default, room)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
+from chitu.http.ask.answer_size import MAX_ANSWER_BYTES
 from chitu.http.ask.bodies import MAX_PROMPTS
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
-from chitu.http.ask.sampling import MAX_ANSWER_BYTES
 from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.dialects.pooled.answers import PooledAnswer
 from chitu.http.dialects.pooled.bodies import EmbeddingsBody, PooledBody, RerankBody, ScoreBody
