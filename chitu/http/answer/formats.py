@@ -12,7 +12,6 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.answer.proof import Proof
-from chitu.http.answer.replies import CachedTokensReply, ReasoningTokensReply, UsageReply
 from chitu.http.answer.token_logprobs import PromptLogprobs
 from chitu.http.messages.call_objects import CallDelta, MessageDelta
 
@@ -33,6 +32,22 @@ class AnswerHead(NamedTuple):
     @property
     def id(self) -> str:
         return self.id_prefix + self.request_id
+
+
+class CachedTokensReply(msgspec.Struct):
+    cached_tokens: int
+
+
+class ReasoningTokensReply(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageReply(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokensReply
+    completion_tokens_details: ReasoningTokensReply
 
 
 class UsageCount(msgspec.Struct, frozen=True):

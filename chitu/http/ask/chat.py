@@ -12,7 +12,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, Tool
-from chitu.http.ask.translation import text_of_parts
+from chitu.http.ask.translation import text_of
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role -> the name that chat templates use."""
@@ -38,8 +38,7 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
             if message.role != "assistant":
                 raise InvalidRequest(f"{where}.content is required", f"{where}.content")
             content = ""  # templates add text to it
-        if not isinstance(content, str):
-            content = text_of_parts([(part.type, part.text) for part in content], ("text",), f"{where}.content")
+        content = text_of(content, ("text",), f"{where}.content")
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name

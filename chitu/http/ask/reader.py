@@ -15,15 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+from fastapi import Request
 
-from chitu.errors import Capacity, InvalidRequest, NoInstance
+from chitu.errors import Capacity, InvalidRequest, NoInstance, PayloadTooLarge
 from chitu.grammars import GrammarCompiler
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
-from chitu.http.ask.decoder import BodyDecoder
+from chitu.http.ask.decoder import BodyDecoder, BodyTable, warning_header
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ClusterFacts, ParseContext, ParsedRequest, TokensAnswer
 from chitu.http.ask.served_model import ServedModel
-from chitu.http.wire.exchange import Exchange
+from chitu.http.wire.exchange import EXCHANGE, Exchange
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
@@ -37,6 +38,7 @@ GRAMMAR_S = 3.0
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 Read = Callable[[BodyParser, Any, ParseContext, list[str]], ParsedRequest | TokensAnswer]
 """What an endpoint does with a decoded body. The last argument gets warnings for the client."""
 
@@ -202,6 +204,19 @@ class BodyReader:
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
+
+
+async def read_body(request: Request, kind: type[StructT], takes_unknown: bool = False) -> StructT:
+    """Return a small body. Unknown fields of it are errors, or warnings if `takes_unknown`."""
+    table: BodyTable = request.app.state.bodies
+    raw = await request.body()
+    if len(raw) > LARGE_BODY_BYTES:
+        raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are accepted here")
+    warnings: list[str] = []
+    body = table.decoder(kind).decode(raw, warnings if takes_unknown else None)
+    if warnings:
+        request.scope[EXCHANGE].headers.append(warning_header(warnings))
+    return body
 
 
 def _is_small(raw: bytes | bytearray) -> bool:

@@ -8,12 +8,12 @@ warning: agents send such tools by default, and can do without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
-from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
+from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage, Tool, ToolFunction
 
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
@@ -65,21 +65,61 @@ class Translation(NamedTuple):
     """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
 
 
-def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
-    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
-    Raise InvalidRequest for a part of another type, and for one without text."""
-    for i, (kind, text) in enumerate(parts):
-        if kind not in types:
-            known = ", ".join(map(repr, types))
-            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
-        if text is None:
+class Part(Protocol):
+    type: str
+    text: str | None
+
+
+def text_of(given: str | Sequence[Part], types: Sequence[str], where: str) -> str:
+    """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. Raise InvalidRequest for a
+    part of another type, and for one without text."""
+    if isinstance(given, str):
+        return given
+    for i, part in enumerate(given):
+        if part.type not in types:
+            known, kind = ", ".join(map(repr, types)), part.type[:40]
+            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind!r}", f"{where}[{i}]")
+        if part.text is None:
             raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
-    return "\n".join([text for _, text in parts if text is not None])
+    return "\n".join([part.text for part in given if part.text is not None])
 
 
-def left_out(places: Sequence[str], kinds: Collection[str]) -> str:
-    """Return the warning that the prompt does not have what is at these places."""
-    told = ", ".join(sorted({kind[:40] for kind in kinds}))
+class NamedTool(Protocol):
+    @property
+    def type(self) -> str | None: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+
+ToolT = TypeVar("ToolT", bound=NamedTool)
+
+
+def functions_of(
+    given: Sequence[ToolT],
+    types: Collection[str | None],
+    function_of: Callable[[ToolT, str, int], ToolFunction],
+    warnings: list[str],
+) -> tuple[list[Tool], list[int]]:
+    """Return the tools of a chat for those of these types, and the place of each among those given. `function_of` gets
+    a tool, its name and its place. The prompt leaves out all others, and a warning says so."""
+    tools, places, others = [], [], {}
+    for i, tool in enumerate(given):
+        if tool.type not in types:
+            others[f"tools[{i}]"] = str(tool.type)
+            continue
+        if tool.name is None:
+            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
+        tools.append(Tool("function", function_of(tool, tool.name, i)))
+        places.append(i)
+    if others:
+        warnings.append(left_out(others))
+    return tools, places
+
+
+def left_out(kinds: Mapping[str, str]) -> str:
+    """Return the warning that the prompt does not have what is at these places: kinds of tools by place."""
+    told, places = ", ".join(sorted({kind[:40] for kind in kinds.values()})), [*kinds]
     where = ", ".join(places[:4]) + (", ..." if len(places) > 4 else "")
     return f"{where}: this server cannot run {told}, so the prompt leaves it out"
 

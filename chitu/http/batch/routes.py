@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.background import BackgroundTask
 
 from chitu.errors import InUse, InvalidRequest, PayloadTooLarge, UnknownFile, UnsupportedEncoding
-from chitu.http.ask.small_bodies import read_body
+from chitu.http.ask.reader import read_body
 from chitu.http.batch.batches import Batches
 from chitu.http.batch.bodies import (
     BATCHES,

@@ -11,7 +11,7 @@ from chitu.config.topology import with_router_ports
 from chitu.errors import InvalidRequest
 from chitu.http.answer.choice import RunningAnswers
 from chitu.http.answer.kept_requests import KeptRequests
-from chitu.http.ask.small_bodies import read_body
+from chitu.http.ask.reader import read_body
 from chitu.http.fleet.bodies import DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
 from chitu.http.fleet.replies import DrainReply, RoleReply, StatusReply
 from chitu.http.fleet.snapshot import ClusterSource, WeightsState

@@ -22,18 +22,9 @@ from chitu.http.ask.bodies import (
     JsonSchemaFormat,
     MessageToolCall,
     ResponseFormat,
-    Tool,
     ToolFunction,
 )
-from chitu.http.ask.translation import (
-    FieldNames,
-    Translation,
-    add_text,
-    left_out,
-    served_effort,
-    text_of_parts,
-    turn_of,
-)
+from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, served_effort, text_of, turn_of
 from chitu.http.dialects.anthropic.bodies import (
     CHOICE_TYPES,
     THINKING_TYPES,
@@ -73,7 +64,7 @@ def chat_of_messages(
 ) -> Translation:
     """Return the chat. `variables`: what its template reads; `reasons`: whether it knows of reasoning. Raise
     InvalidRequest for what is neither text nor calls; `warnings` gets a sentence about what has no effect."""
-    tools, places = _tools(body.tools or [], warnings)
+    tools, places = functions_of(body.tools or [], (None, "custom"), _function, warnings)
     kwargs = {**_thinking(body, variables, reasons, warnings), **(body.chat_template_kwargs or {})}
     thinking, config = body.thinking, body.output_config
     chat = ChatBody(
@@ -101,20 +92,8 @@ def chat_of_messages(
     return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
 
 
-def _tools(given: list[MessagesTool], warnings: list[str]) -> tuple[list[Tool], list[int]]:
-    """Return the tools of the chat, and the place of each among those given."""
-    tools, places, others = [], [], {}
-    for i, tool in enumerate(given):
-        if tool.type not in (None, "custom"):
-            others[f"tools[{i}]"] = str(tool.type)
-            continue
-        if tool.name is None:
-            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
-        tools.append(Tool("function", ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)))
-        places.append(i)
-    if others:
-        warnings.append(left_out([*others], others.values()))
-    return tools, places
+def _function(tool: MessagesTool, name: str, place: int) -> ToolFunction:
+    return ToolFunction(name, tool.description, tool.input_schema, tool.strict)
 
 
 def _choice(given: MessagesToolChoice | None) -> ChosenTool | str | None:
@@ -219,7 +198,5 @@ def _result(block: MessagesBlock, where: str) -> ChatMessage:
 
 def _text(given: str | list[MessagesTextPart], where: str) -> str:
     """Return the text of parts, without empty ones. Raise InvalidRequest for a part of another type."""
-    if isinstance(given, str):
-        return given
-    text_of_parts([(part.type, part.text) for part in given], ("text",), where)
-    return "\n".join([part.text for part in given if part.text])
+    text_of(given, ("text",), where)
+    return given if isinstance(given, str) else "\n".join([part.text for part in given if part.text])

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import COMMENT, DONE, AnswerHead, Delta, FinishedChoice, UsageCount, to_json
+from chitu.http.answer.formats import COMMENT, DONE, AnswerHead, Delta, FinishedChoice, UsageCount, UsageReply, to_json
 from chitu.http.answer.proof import Proof
-from chitu.http.answer.replies import UsageReply
 from chitu.http.answer.token_logprobs import PromptLogprobs
 from chitu.http.ask.parsed import OutputOptions
 from chitu.http.messages.call_objects import CallDelta, MessageDelta

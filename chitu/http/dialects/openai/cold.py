@@ -7,9 +7,8 @@ from fastapi.responses import Response
 
 from chitu.http.answer.choice import RunningAnswers
 from chitu.http.ask.decoder import warning_header
-from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.reader import BodyReader, read_body
 from chitu.http.ask.served_model import ServedModel
-from chitu.http.ask.small_bodies import read_body
 from chitu.http.dialects.openai.bodies import (
     ABORT,
     DETOKENIZE,

@@ -12,9 +12,17 @@ from typing import Any, Literal
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import AnswerHead, Delta, FinishedChoice, ItemsFormat, UsageCount, to_json
+from chitu.http.answer.formats import (
+    AnswerHead,
+    CachedTokensReply,
+    Delta,
+    FinishedChoice,
+    ItemsFormat,
+    ReasoningTokensReply,
+    UsageCount,
+    to_json,
+)
 from chitu.http.answer.proof import Proof
-from chitu.http.answer.replies import CachedTokensReply, ReasoningTokensReply
 from chitu.http.dialects.responses.chat import Repeated, encoded_reasoning
 from chitu.http.dialects.responses.custom_tools import input_of
 from chitu.http.messages.call_objects import CallDelta

@@ -23,30 +23,21 @@ from chitu.http.ask.bodies import (
     JsonSchemaFormat,
     MessageToolCall,
     ResponseFormat,
-    Tool,
     ToolFunction,
 )
-from chitu.http.ask.translation import (
-    FieldNames,
-    Translation,
-    add_text,
-    left_out,
-    served_effort,
-    text_of_parts,
-)
+from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, left_out, served_effort, text_of
 from chitu.http.dialects.responses.bodies import (
     ENCRYPTED,
     INCLUDABLE,
     ITEM_TYPES,
     PART_TYPES,
     InputItem,
-    InputPart,
     ResponsesBody,
     ResponsesTool,
     ResponsesToolChoice,
     TextFormat,
 )
-from chitu.http.dialects.responses.custom_tools import arguments_of, function_of
+from chitu.http.dialects.responses.custom_tools import arguments_of, custom_function
 
 _NAMES = (
     (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
@@ -100,7 +91,19 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         messages.append(ChatMessage("user", body.input))
     else:
         messages = _messages(body.input, messages, warnings)
-    tools = _tools(body.tools or [], warnings)
+    custom_places: list[int] = []
+    enforced: dict[str, dict[str, Any]] = {}
+
+    def function_of(tool: ResponsesTool, name: str, place: int) -> ToolFunction:
+        if tool.type == "function":
+            return ToolFunction(name, tool.description, tool.parameters, tool.strict)
+        function, followed = custom_function(tool, f"tools[{place}]", warnings)
+        custom_places.append(place)
+        if followed is not None:
+            enforced[name] = followed
+        return function
+
+    tools, places = functions_of(body.tools or [], ("function", "custom"), function_of, warnings)
     chosen = body.tool_choice
     choice = ChosenTool("function", ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
     text = body.text.format if body.text is not None else None
@@ -112,7 +115,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
-        tools=tools.functions,
+        tools=tools,
         tool_choice=choice,
         response_format=_response_format(text) if text is not None else None,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -122,7 +125,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_receipt=body.return_receipt,
         return_token_ids=body.return_token_ids,
     )
-    return Translation(chat, FieldNames(_NAMES, tools.places, (), tools.custom_places), tools.enforced)
+    return Translation(chat, FieldNames(_NAMES, places, (), custom_places), enforced)
 
 
 def _check(body: ResponsesBody) -> None:
@@ -132,36 +135,6 @@ def _check(body: ResponsesBody) -> None:
             raise InvalidRequest(f"include[{i}]: {value[:40]!r} is not supported yet", f"include[{i}]")
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest("truncation must be auto or disabled", "truncation")
-
-
-class _Tools(NamedTuple):
-    functions: list[Tool]
-    places: list[int]
-    """Place in the body of each function."""
-    custom_places: list[int]
-    enforced: dict[str, dict[str, Any]]
-
-
-def _tools(given: list[ResponsesTool], warnings: list[str]) -> _Tools:
-    tools, others = _Tools([], [], [], {}), {}
-    for i, tool in enumerate(given):
-        if tool.type not in ("function", "custom"):
-            others[f"tools[{i}]"] = tool.type
-            continue
-        if tool.name is None:
-            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
-        if tool.type == "function":
-            function = ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
-        else:
-            function, enforced = function_of(tool, f"tools[{i}]", warnings)
-            tools.custom_places.append(i)
-            if enforced is not None:
-                tools.enforced[tool.name] = enforced
-        tools.functions.append(Tool("function", function))
-        tools.places.append(i)
-    if others:
-        warnings.append(left_out([*others], others.values()))
-    return tools
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:
@@ -185,7 +158,7 @@ def _messages(items: list[InputItem], messages: list[ChatMessage], warnings: lis
         if kind == "message":
             if item.role is None or item.content is None:
                 raise InvalidRequest(f"{where}: a message has a role and content", where)
-            text = _text(item.content, f"{where}.content")
+            text = text_of(item.content, PART_TYPES, f"{where}.content")
             if item.role == "assistant":
                 _of_model(messages, kind).content = text
             elif item.role in ("system", "developer"):
@@ -202,14 +175,14 @@ def _messages(items: list[InputItem], messages: list[ChatMessage], warnings: lis
         elif kind in ("function_call_output", "custom_tool_call_output"):
             if item.call_id is None or item.output is None:
                 raise InvalidRequest(f"{where}: a {kind} has a call_id and an output", where)
-            text = _text(item.output, f"{where}.output")
+            text = text_of(item.output, PART_TYPES, f"{where}.output")
             messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
         else:
-            text = _text(item.content or "", f"{where}.content")
+            text = text_of(item.content or "", PART_TYPES, f"{where}.content")
             text = text or decoded_reasoning(item.encrypted_content or "")
             _of_model(messages, kind).reasoning_content = text
     if others:
-        warnings.append(left_out([*others], others.values()))
+        warnings.append(left_out(others))
     # Templates have no message of reasoning alone.
     return [message for message in messages if message.content is not None or message.tool_calls]
 
@@ -226,12 +199,6 @@ def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
         last = ChatMessage("assistant")
         messages.append(last)
     return last
-
-
-def _text(given: str | list[InputPart], where: str) -> str:
-    if isinstance(given, str):
-        return given
-    return text_of_parts([(part.type, part.text) for part in given], PART_TYPES, where)
 
 
 def _shown(tool: ResponsesTool) -> dict[str, Any]:

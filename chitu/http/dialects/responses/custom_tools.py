@@ -21,7 +21,7 @@ ARGUMENT = "input"
 _SYNTAXES = {"lark": "this Lark grammar", "regex": "this regular expression"}
 
 
-def function_of(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, dict[str, Any] | None]:
+def custom_function(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, dict[str, Any] | None]:
     """Return the function that stands for a custom tool, and the parameters that its calls follow; None if the text may
     be any. Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
     assert tool.name is not None
