@@ -1,9 +1,9 @@
-"""Request bodies of the routes: each field that a route reads, with its type, bounds and description. Pure.
+"""Request bodies of completions and chats, and what those of other routes have in common with them: each field that a
+route reads, with its type, bounds and description. Pure.
 
-This is the one place of a served field: `decoder.py` decodes bodies into these structs, which checks the bounds;
-the OpenAPI document and docs/api.md (`script/api_reference.py`) are made from them. Fields that clients send and no
-route reads are in `fields.py`. `null` is the same as leaving a field out. Other APIs and the operator's routes
-have files of their own (`*_bodies.py`).
+A struct is the one place of a served field: `decoder.py` decodes bodies into it, which checks the bounds; the OpenAPI
+document and docs/api.md (`script/api_reference.py`) are made from it. `null` is the same as leaving a field out. Other
+APIs, the operator's routes and batches have files of their own (`bodies.py`).
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ def ignored(reason: str = "") -> msgspec.Meta:
     """Mark a field that a struct has only because its object has no other unknown fields: it is without effect."""
     told = f"Without effect: {reason}" if reason else "Without effect"
     return msgspec.Meta(description=told, extra={"effect": NO_EFFECT, "note": reason})
+
+
+CONTENT = msgspec.Meta(extra={"is_content": True})
+"""Mark of a field that may make a body large."""
 
 
 def documented(**schema: Any) -> msgspec.Meta:
@@ -343,6 +347,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         msgspec.Raw,
         documented(anyOf=PROMPTS),
         note("text, a list of texts, a list of token ids, or a list of such lists"),
+        CONTENT,
     ] = msgspec.field(default_factory=msgspec.Raw)
     """Undecoded JSON, because it can be as large as the body, and its first characters decide how it is decoded
     (`prompts_of`)."""
@@ -458,6 +463,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 Messages = Annotated[
     Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})] | None,
     note("1 to 2048"),
+    CONTENT,
 ]
 ToolList = Annotated[
     Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None,

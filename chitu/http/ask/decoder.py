@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import LARGE_BODY_BYTES, REFUSED, SERVED
+from chitu.http.ask.bodies import CONTENT, LARGE_BODY_BYTES, REFUSED, SERVED
 from chitu.http.ask.fields import OTHER_NAMES, Field, Unserved, fields_of, is_neutral
 
 # --------------------------------------------------------------------------------------------------------------- fields
@@ -31,8 +31,6 @@ MAX_TOOLS_BYTES = 256 << 10
 """Bytes of JSON of `tools`, in a large body."""
 MAX_NEUTRAL_BYTES = 64
 """Bytes of JSON. No neutral value of a refused field is longer."""
-CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system", "text_1", "text_2", "documents")
-"""Fields that may make a body large."""
 NAMED_CHARS = 100
 """Characters of a name of a field or entry that an error repeats."""
 _PARAM = re.compile(r"`\$\.?([^`]*)`")
@@ -79,6 +77,10 @@ def _lenient(kind: Any) -> Any:
     return Union[inner] if origin in (Union, types.UnionType) else origin[inner]
 
 
+def _metadata(kind: Any) -> tuple[Any, ...]:
+    return getattr(kind, "__metadata__", ())
+
+
 class BodyDecoder(Generic[_BodyT]):
     """Decoder of the bodies of one route."""
 
@@ -89,7 +91,7 @@ class BodyDecoder(Generic[_BodyT]):
         self._fields = table.fields[route]
         known = [name for name in self._fields if "." not in name]
         self._refused = [name for name in known if self._fields[name].effect == REFUSED]
-        self._sized = [name for name in body.__struct_fields__ if name not in CONTENT]
+        self._sized = [field.name for field in msgspec.structs.fields(body) if CONTENT not in _metadata(field.type)]
         self._strict = msgspec.json.Decoder(body)
         as_open = msgspec.defstruct(body.__name__, [], bases=(body,), forbid_unknown_fields=False)
         self._open: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(as_open)

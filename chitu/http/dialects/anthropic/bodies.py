@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from chitu.http.ask.bodies import (
+    CONTENT,
     EFFORTS,
     MAX_MESSAGES,
     MAX_PARTS,
@@ -183,8 +184,11 @@ class CountTokensBody(Body, kw_only=True):
         Annotated[list[AnthropicMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
         | None,
         note("1 to 2048"),
+        CONTENT,
     ] = None
-    system: Annotated[_Parts | None, note("text, or parts, which a line break joins; ahead of `messages`")] = None
+    system: Annotated[_Parts | None, note("text, or parts, which a line break joins; ahead of `messages`"), CONTENT] = (
+        None
+    )
     tools: Annotated[Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chitu.http.ask.bodies import MAX_TOKENS, Body, Messages, TemplateKwargs, TokenId, ToolList, note
+from chitu.http.ask.bodies import CONTENT, MAX_TOKENS, Body, Messages, TemplateKwargs, TokenId, ToolList, note
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -17,7 +17,7 @@ MAX_RID_CHARS = 160
 
 
 class TokenizeBody(Body, kw_only=True):
-    prompt: Annotated[str | None, note("text")] = None
+    prompt: Annotated[str | None, note("text"), CONTENT] = None
     messages: Messages = None
     chat_template_kwargs: TemplateKwargs = None
     tools: ToolList = None
@@ -31,7 +31,7 @@ class TokenizeBody(Body, kw_only=True):
 
 
 class DetokenizeBody(Body, kw_only=True):
-    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS), note("up to 262,144 token ids")]
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS), note("up to 262,144 token ids"), CONTENT]
     skip_special_tokens: Annotated[bool | None, note("default false")] = None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chitu.http.ask.bodies import MAX_SALT_CHARS, PROMPTS, Body, documented, note
+from chitu.http.ask.bodies import CONTENT, MAX_SALT_CHARS, PROMPTS, Body, documented, note
 from chitu.protocol import MAX_PRIORITY
 
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
@@ -33,6 +33,7 @@ class EmbeddingsBody(PooledBody, kw_only=True):
         msgspec.Raw,
         documented(anyOf=PROMPTS),
         note("text, a list of texts, a list of token ids, or a list of such lists"),
+        CONTENT,
     ] = msgspec.field(default_factory=msgspec.Raw)
     """Undecoded, as `CompletionBody.prompt`."""
     dimensions: Annotated[
@@ -45,8 +46,8 @@ class EmbeddingsBody(PooledBody, kw_only=True):
 
 
 class ScoreBody(PooledBody, kw_only=True):
-    text_1: Annotated[str | list[str], note("query: one, or one for each of `text_2`")]
-    text_2: Annotated[str | list[str], note("documents")]
+    text_1: Annotated[str | list[str], note("query: one, or one for each of `text_2`"), CONTENT]
+    text_2: Annotated[str | list[str], note("documents"), CONTENT]
     instruction: Annotated[str | None, note("task of a reranker; default: that of its chat template")] = None
 
 
@@ -56,7 +57,7 @@ class RerankText(msgspec.Struct, forbid_unknown_fields=True):
 
 class RerankBody(PooledBody, kw_only=True):
     query: str
-    documents: Annotated[list[str | RerankText], note("up to 1024")]
+    documents: Annotated[list[str | RerankText], note("up to 1024"), CONTENT]
     top_n: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, note("so many of the best; default: all")] = None
     return_documents: Annotated[bool | None, note("false: results have no texts; default true")] = None
     instruction: Annotated[str | None, note("task of a reranker; default: that of its chat template")] = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from chitu.http.ask.bodies import (
+    CONTENT,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -205,8 +206,9 @@ class ResponsesBody(Body, kw_only=True):
     input: Annotated[
         str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
         note("text, or 1 to 2048 items: all turns, since nothing is stored"),
+        CONTENT,
     ] = None
-    instructions: Annotated[str | None, note("a system message before `input`")] = None
+    instructions: Annotated[str | None, note("a system message before `input`"), CONTENT] = None
     max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
     temperature: Temperature = None
     top_p: TopP = None
