@@ -15,9 +15,10 @@ from chitu.http.dialects.openai.dialect import DIALECT as OPENAI
 from chitu.http.dialects.pooled.dialect import DIALECT as POOLED
 from chitu.http.dialects.responses.dialect import DIALECT as RESPONSES
 from chitu.http.fleet.bodies import OPERATOR_BODIES
+from chitu.http.wire.exchange import PLAIN
 from chitu.http.wire.routes import JSON, STREAM, Route
 
-DIALECTS = (OPENAI, RESPONSES, POOLED, ANTHROPIC)
+DIALECTS = (OPENAI, RESPONSES, ANTHROPIC, POOLED)
 
 ENDPOINTS: dict[str, Endpoint] = {each.name: each for dialect in DIALECTS for each in dialect.endpoints}
 """All endpoints by name."""
@@ -53,7 +54,8 @@ def _row(each: Endpoint) -> Route:
 
 
 HOT_ROUTES = (
-    *[_row(each) for each in ENDPOINTS.values() if each.reply is not None],
+    # Those with an error object of their own come last.
+    *sorted([_row(each) for each in ENDPOINTS.values() if each.reply is not None], key=lambda row: row.errors != PLAIN),
     Route("GET", "/v1/requests/{request_id}", None, None, (404, 499, 504), (JSON, STREAM), KEPT_REQUEST),
 )
 """Rows of the routes that are answered beside the application."""
