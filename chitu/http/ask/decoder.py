@@ -21,9 +21,6 @@ from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import CONTENT, LARGE_BODY_BYTES, REFUSED, SERVED
 from chitu.http.ask.fields import OTHER_NAMES, Field, Unserved, fields_of, is_neutral
 
-# --------------------------------------------------------------------------------------------------------------- fields
-
-
 WARNING_HEADER = b"x-chitu-warning"
 MAX_FIELD_BYTES = 64 << 10
 """Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
@@ -47,10 +44,6 @@ _HALF = re.compile(
 )
 """A text up to its first half of a surrogate pair that is escaped, or its first byte that is not UTF-8."""
 _LEXEMES = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\],:]', re.DOTALL)
-
-
-# ------------------------------------------------------------------------------------------------------------- decoding
-
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]

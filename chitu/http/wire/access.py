@@ -43,7 +43,7 @@ IPV6_NETWORK_BYTES = 8
 
 
 def _authorization(scope: Scope) -> bytes | None:
-    """Return the header Authorization, or what it would be for the key in X-API-Key, as Anthropic's clients send it."""
+    """Return the header Authorization, or what it would be for the key in X-API-Key, as some clients send it."""
     given = header(scope, b"authorization")
     if given is None and (key := header(scope, b"x-api-key")) is not None:
         return b"Bearer " + key

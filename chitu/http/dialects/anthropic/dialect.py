@@ -100,13 +100,22 @@ def _count(parser: BodyParser, body: CountTokensBody, context: ParseContext, war
 DIALECT = Dialect(
     endpoints=(
         Endpoint(
-            *("messages", MESSAGES, MessagesBody, _read, _answer, "msg_", ERRORS),
+            name="messages",
+            path=MESSAGES,
+            body=MessagesBody,
+            read=_read,
+            answer=_answer,
+            id_prefix="msg_",
+            errors=ERRORS,
             reply=MessagesReply,
             operation=("Message", "create_message"),
             statuses=(*STATUSES, OVERLOADED),
         ),
         Endpoint(
-            *("count_tokens", COUNT_TOKENS, CountTokensBody, _count),
+            name="count_tokens",
+            path=COUNT_TOKENS,
+            body=CountTokensBody,
+            read=_count,
             errors=ERRORS,
             reply=CountTokensReply,
             operation=("Tokens of a message's prompt", "count_message_tokens"),

@@ -165,12 +165,22 @@ def _chat(head: AnswerHead, parsed: ParsedRequest) -> ChatFormat:
 DIALECT = Dialect(
     endpoints=(
         Endpoint(
-            *("completion", COMPLETIONS, CompletionBody, BodyParser.completion, _completion, "cmpl-"),
+            name="completion",
+            path=COMPLETIONS,
+            body=CompletionBody,
+            read=BodyParser.completion,
+            answer=_completion,
+            id_prefix="cmpl-",
             reply=CompletionReply,
             operation=("Completion", "create_completion"),
         ),
         Endpoint(
-            *("chat", CHAT, ChatBody, BodyParser.chat, _chat, "chatcmpl-"),
+            name="chat",
+            path=CHAT,
+            body=ChatBody,
+            read=BodyParser.chat,
+            answer=_chat,
+            id_prefix="chatcmpl-",
             reply=ChatReply,
             operation=("Chat completion", "create_chat_completion"),
         ),

@@ -72,7 +72,12 @@ def _answer(head: AnswerHead, parsed: ParsedRequest) -> ResponsesFormat:
 DIALECT = Dialect(
     endpoints=(
         Endpoint(
-            *("responses", RESPONSES, ResponsesBody, _read, _answer, "resp_"),
+            name="responses",
+            path=RESPONSES,
+            body=ResponsesBody,
+            read=_read,
+            answer=_answer,
+            id_prefix="resp_",
             reply=ResponsesReply,
             operation=("Response", "create_response"),
         ),
