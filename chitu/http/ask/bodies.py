@@ -66,6 +66,8 @@ SERVED: Effect = "served"
 REFUSED: Effect = "refused"
 NO_EFFECT: Effect = "without effect"
 _TEXT = {"type": "string"}
+CONTENT = msgspec.Meta(extra={"is_content": True})
+"""Mark of a field that may make a body large."""
 
 
 def note(text: str) -> msgspec.Meta:
@@ -77,10 +79,6 @@ def ignored(reason: str = "") -> msgspec.Meta:
     """Mark a field that a struct has only because its object has no other unknown fields: it is without effect."""
     told = f"Without effect: {reason}" if reason else "Without effect"
     return msgspec.Meta(description=told, extra={"effect": NO_EFFECT, "note": reason})
-
-
-CONTENT = msgspec.Meta(extra={"is_content": True})
-"""Mark of a field that may make a body large."""
 
 
 def documented(**schema: Any) -> msgspec.Meta:

@@ -15,7 +15,7 @@ from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, Tool
 from chitu.http.ask.chat import ChosenTools, chat_messages, chosen_tools, reasoning_variables, template_variables
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
-from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, Asked, Rules
+from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, AskedAnswer, Rules
 from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.ask.translation import Translation
 from chitu.http.messages.call_formats import grammar_of_calls
@@ -117,7 +117,7 @@ class BodyParser:
         context: ParseContext,
         warnings: list[str],
     ) -> ParsedRequest:
-        asked = Asked(body, rules, self.model, context, len(given))
+        asked = AskedAnswer(body, rules, self.model, context, len(given))
         # The prompt of a chat is rendered from its messages.
         is_chat = rules.default_tokens is None
         param = "messages" if is_chat else "prompt"

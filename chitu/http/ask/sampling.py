@@ -1,5 +1,5 @@
 """What the fields of a body ask of sampling and of the answer: parameters and options. Pure; part of `BodyWork`, where
-a body passes through `Asked` once.
+a body passes through `AskedAnswer` once.
 
 Ranges are checked as the body is decoded (`bodies.py`); here are defaults, and what depends on the model or on other
 fields. Every error names its field.
@@ -43,7 +43,7 @@ class Rules(NamedTuple):
     """More tokens than the rest of the context are no error, but cut to it."""
 
 
-class Asked:
+class AskedAnswer:
     """What a body asks of sampling and of its answer: checked once, then applied to each of its prompts."""
 
     def __init__(

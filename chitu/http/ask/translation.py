@@ -65,12 +65,12 @@ class Translation(NamedTuple):
     """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
 
 
-class Part(Protocol):
+class ContentPart(Protocol):
     type: str
     text: str | None
 
 
-def text_of(given: str | Sequence[Part], types: Sequence[str], where: str) -> str:
+def text_of(given: str | Sequence[ContentPart], types: Sequence[str], where: str) -> str:
     """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. Raise InvalidRequest for a
     part of another type, and for one without text."""
     if isinstance(given, str):
