@@ -1,5 +1,5 @@
 """Bodies of `/v1/embeddings`, `/v1/score` and `/v1/rerank` made into prompts that are computed and pooled
-(`dialects/pooled/answers.py`). Pure; part of `BodyWork`.
+(`answers.py`). Pure; part of `BodyWork`.
 
 A prompt here is a request for one token, which is dropped. So no KV moves to D, and everything that holds for a request
 holds for it: admission, priorities, retries, cancellation, tenants.
