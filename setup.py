@@ -25,7 +25,7 @@ setup(
         "chitu.assets": ["chitu-tiny/*"],
         "chitu.config": ["*.yaml"],
         "chitu.ops": ["*.c"],
-        "chitu.http": ["web/*"],
+        "chitu.http.fleet": ["web/*"],
     },
     install_requires=[
         "torch>=2.9",

@@ -8,27 +8,20 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
-from chitu.http.body_decoder import (
-    ABORT,
-    BATCHES,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    RERANK,
-    RESPONSES,
-    SCORE,
-    TOKENIZE,
-)
-from chitu.http.body_fields import BODIES, Field, fields_of
+from chitu.http.ask.bodies import NO_EFFECT, REFUSED, SERVED
+from chitu.http.ask.fields import Field
+from chitu.http.batch.bodies import BATCHES
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
+from chitu.http.dialects.openai.bodies import ABORT, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from chitu.http.dialects.pooled.bodies import EMBEDDINGS, RERANK, SCORE
+from chitu.http.dialects.responses.bodies import RESPONSES
+from chitu.http.table import BODIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 TITLE = """# HTTP API: every field
 
-Generated from `chitu/http/bodies.py` and `body_fields.py` by `script/api_reference.py`; edit there.
+Generated from `chitu/http/ask/bodies.py` and `chitu/http/dialects/` by `script/api_reference.py`; edit there.
 `GET /openapi.json` has the same with types. Every field of a body is served, refused, or in the short list of those
 without effect. `null` is the same as leaving a field out.
 
@@ -249,11 +242,11 @@ PARTS = (
 SHORT = {
     COMPLETIONS: "completions",
     CHAT: "chat",
-    TOKENIZE: "tokenize",
-    DETOKENIZE: "detokenize",
     RESPONSES: "responses",
     MESSAGES: "messages",
     COUNT_TOKENS: "count_tokens",
+    TOKENIZE: "tokenize",
+    DETOKENIZE: "detokenize",
     ABORT: "abort",
     BATCHES: "batches",
     EMBEDDINGS: "embeddings",
@@ -281,8 +274,8 @@ def reference() -> str:
 
 def _parts() -> Iterator[str]:
     rows: dict[Field, list[str]] = {}
-    for route in BODIES:
-        for field in fields_of(route).values():
+    for route in SHORT:
+        for field in BODIES.fields[route].values():
             rows.setdefault(field._replace(neutral=_neutral(field)), []).append(SHORT[route])
     for effect, title, meaning in PARTS:
         yield f"\n## {title}\n\n| field | routes | {meaning} |\n|---|---|---|\n"

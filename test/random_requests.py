@@ -26,9 +26,11 @@ import transformers
 from chitu.config.schema import ModelConfig
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler
-from chitu.http.parse import BodyParser, ClusterFacts, ParseContext, ParsedRequest
-from chitu.http.sampling_fields import with_seed
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import BodyWork, ReadBody
+from chitu.http.ask.sampling import with_seed
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.table import READERS
 from chitu.protocol import SamplingParams, unpack_i32
 
 CLOSE = 2e-3
@@ -337,9 +339,9 @@ class Recomputation:
         ).eval()
         self._vocab_size = self._model.config.vocab_size
         self._eos = model.tokenizer.eos_token_ids
-        self._parser = BodyParser(model)
+        self._work = BodyWork(model, False, READERS)
         facts = ClusterFacts(ModelLimits(max_model_len, self._vocab_size), "", self._vocab_size)
-        self._context = ParseContext(facts, lambda: None)
+        self._facts = facts
         self._compiler = GrammarCompiler(model.tokenizer, self._vocab_size)
 
     def differences(self, drawn: Drawn, answer: Answer) -> list[str]:
@@ -347,8 +349,9 @@ class Recomputation:
         if answer.status != 200:
             return []
         raw = json.dumps(drawn.body).encode()
-        parse = self._parser.chat if drawn.route.endswith("chat/completions") else self._parser.completion
-        parsed: ParsedRequest = parse(raw, self._context)
+        name = "chat" if drawn.route.endswith("chat/completions") else "completion"
+        parsed = self._work.read(ReadBody(name, self._facts), raw, lambda: None)
+        assert isinstance(parsed, ParsedRequest)
         wrong = []
         if parsed.options.num_returned:
             return []

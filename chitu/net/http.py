@@ -1,8 +1,7 @@
 """Small ASGI helpers for routes that bypass the web framework: find a header, compare a bearer token in constant time,
 describe an error. Pure; used on the router's loop and by the bootstrap server.
 
-The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`; that of Anthropic's routes is
-Anthropic's.
+The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -10,37 +9,17 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
-from chitu.errors import (
-    Capacity,
-    ChituError,
-    InvalidRequest,
-    NoInstance,
-    Overloaded,
-    PoisonRequest,
-    QueueTimeout,
-    ServiceError,
-)
+from chitu.errors import ChituError, InvalidRequest, PoisonRequest, ServiceError
 
 _BY_NAME = "chitu.headers"
 """Key, in a scope, of its headers by name: a route asks for several."""
 RETRY_AFTER_S = 1
 """`Retry-After` of an error that has no time of its own."""
-OVERLOADED = 529
-"""Anthropic's status of a server that is too busy."""
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    OVERLOADED: "overloaded_error",
-}
 
 
 def bearer(authorization: bytes | None) -> bytes | None:
@@ -109,33 +88,6 @@ def error_body(error: ChituError) -> bytes:
         kind = "server_error"
     param = error.param if isinstance(error, InvalidRequest) else None
     return msgspec.json.encode(ErrorReply(ErrorDetail(error.message, kind, param, error.code)))
-
-
-class AnthropicErrorDetail(msgspec.Struct):
-    type: str
-    message: str
-
-
-class AnthropicErrorReply(msgspec.Struct):
-    """Anthropic's error object."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-    request_id: str | None = None
-
-
-def anthropic_status(error: ChituError) -> int:
-    """Return the status of an error in Anthropic's API: 529 if nothing can serve the request now."""
-    if error.http_status == 503 and isinstance(error, (Capacity, NoInstance, Overloaded, QueueTimeout)):
-        return OVERLOADED
-    return error.http_status
-
-
-def anthropic_error(error: ChituError, request_id: str | None = None) -> AnthropicErrorReply:
-    """Return the error as Anthropic's error object."""
-    status = anthropic_status(error)
-    kind = _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 499 else "invalid_request_error")
-    return AnthropicErrorReply("error", AnthropicErrorDetail(kind, error.message), request_id)
 
 
 def error_headers(error: ChituError) -> Headers:

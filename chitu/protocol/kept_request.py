@@ -1,8 +1,8 @@
 """A request that outlives its router: the file from which the next router continues it. Pure.
 
-Written at the end of a router and read by the next one (`http/kept_requests.py`). Like a receipt, it has no KV: the ids
-of the prompt, the resolved sampling with the drawn seed, and the tokens so far determine the rest. The body determines
-what kind of answer they are made into.
+Written at the end of a router and read by the next one (`http/answer/kept_requests.py`). Like a receipt, it has no KV:
+the ids of the prompt, the resolved sampling with the drawn seed, and the tokens so far determine the rest. The body
+determines what kind of answer they are made into.
 
 Invariant: a file is its SHA-256 and then its JSON, so one that is cut short or changed is detected.
 """
@@ -25,7 +25,8 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_id: str
     tenant: str
     """Tenant that may read it: the prefix of its cache salt."""
-    route: Literal["completion", "chat", "responses", "messages"]
+    route: str
+    """Name of its endpoint (`http/answer/dialect.py`)."""
     body: str
     """Request body as the client sent it."""
     created_s: int

@@ -1,9 +1,9 @@
 """The receipt of one answer: all that its tokens depend on except the weights, to be replayed elsewhere and later.
 Pure.
 
-Made by the router for a request that asks for it (`return_receipt`, `http/proof.py`); read by `chitu replay`. It has no
-KV: a draw depends only on the logits, the seed and the number of tokens emitted, so an engine of the same model gives
-the same tokens for the same prompt and sampling.
+Made by the router for a request that asks for it (`return_receipt`, `http/answer/proof.py`); read by `chitu replay`. It
+has no KV: a draw depends only on the logits, the seed and the number of tokens emitted, so an engine of the same model
+gives the same tokens for the same prompt and sampling.
 
 Invariant: each field has its digest in `digests`, so that one that was changed later is named. A digest is no
 signature: anyone who changes a field can make a new one, which only a replay finds.

@@ -1,6 +1,6 @@
 """What the router shows of the cluster and of its requests: the body of `GET /cluster`, and the events of its stream.
 
-Made by `http/cluster_snapshot.py`; read by the web page, `chitu chat`, the launchers and the quickstart. Times named
+Made by `http/fleet/snapshot.py`; read by the web page, `chitu chat`, the launchers and the quickstart. Times named
 `_at_s` are on the router's monotonic clock and mean something only relative to `time_s` of the same snapshot; the
 others are spans.
 """

@@ -1,7 +1,7 @@
 """What a process of the router counts, as records that are sent and added up.
 
 `PDRequestRouter` writes a `RouterMetrics` on its loop thread, `PDCoordination` a `CoordinationMetrics`;
-`http/metrics_text.py` writes both as Prometheus text. Counting adds to an attribute or a list; nothing here is
+`http/fleet/metrics_text.py` writes both as Prometheus text. Counting adds to an attribute or a list; nothing here is
 allocated per token.
 
 Invariant: every value is zero or more, and the sum over routers means the same as the value of one. Keys of the dicts

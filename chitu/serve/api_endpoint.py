@@ -11,7 +11,6 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import chitu
@@ -20,26 +19,25 @@ from chitu.cluster.cluster import Cluster
 from chitu.config.schema import Topology
 from chitu.config.topology import router_at
 from chitu.errors import NoInstance
-from chitu.http.access import Access
-from chitu.http.app import HotRoute, RouterApp
-from chitu.http.batches import Batches
-from chitu.http.body_reader import BodyReader, BodyRoute
-from chitu.http.cluster_snapshot import SnapshotSource
-from chitu.http.file_routes import batch_routes, file_routes
-from chitu.http.file_store import FileStore
-from chitu.http.generate import GenerationRoutes
-from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
-from chitu.http.routes import (
-    HOT_ROUTES,
-    client_routes,
-    cluster_routes,
-    control_app,
-    operator_routes,
-    page_routes,
-    trace_routes,
-)
-from chitu.http.served_model import ServedModel
-from chitu.http.spans import SpanExport
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.answer.proof import HEADERS as PROOF_HEADERS
+from chitu.http.answer.spans import SpanExport
+from chitu.http.api_document import control_app
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.batches import Batches
+from chitu.http.batch.routes import batch_routes, file_routes
+from chitu.http.batch.store import FileStore
+from chitu.http.dialects.openai.cold import client_routes
+from chitu.http.fleet.cluster_routes import cluster_routes
+from chitu.http.fleet.operator_routes import operator_routes
+from chitu.http.fleet.page import page_routes
+from chitu.http.fleet.snapshot import SnapshotSource
+from chitu.http.fleet.trace_routes import trace_routes
+from chitu.http.table import BODIES, ENDPOINTS, HOT_ROUTES, READERS
+from chitu.http.wire.access import Access
+from chitu.http.wire.app import RouterApp
 from chitu.net.curve import ClusterSecrets
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.body_pool import BodyProcesses
@@ -47,16 +45,6 @@ from chitu.serve.body_pool import BodyProcesses
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-GENERATION: dict[str, BodyRoute] = {
-    "/v1/completions": "completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/v1/score": "score",
-    "/v1/rerank": "rerank",
-}
-"""The generation routes, of clients and of batches."""
 GC_THRESHOLD = 20_000
 """Container objects between two young collections. A request makes a few hundred, which reference counting frees."""
 SWITCH_S = 0.0005
@@ -113,17 +101,13 @@ class ApiEndpoint:
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
         access = Access(config, secrets, clock)
-        bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client)
+        bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client, READERS)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         spans = self._spans.record if self._spans is not None else None
         self._routes = GenerationRoutes(
-            model, router, bodies, config, clock, access.cache_salt, access.require_priority, spans
+            model, router, bodies, config, clock, access.cache_salt, access.require_priority, spans, ENDPOINTS
         )
-        hot: dict[str, HotRoute] = {
-            **{path: partial(self._routes.answer, route=name) for path, name in GENERATION.items()},
-            "/v1/messages/count_tokens": self._routes.count_tokens,
-        }
         self._kept, kept_route = None, None
         if (keep := config.kept_requests).dir is not None:
             folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
@@ -132,11 +116,11 @@ class ApiEndpoint:
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._batches: Batches | None = None
         if (stored := config.batches).dir is not None:
-            routes = self._routes
-            inner = {path: partial(routes.answer, route=name, is_batch=True) for path, name in GENERATION.items()}
             store = FileStore(stored, Path(stored.dir).expanduser().absolute(), access.num_tenants)
             limit = config.max_body_bytes
-            self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
+            self._batches = Batches(
+                store, self._routes.hot_routes(is_batch=True), access.credential_of, limit, self._can_serve
+            )
         self._snapshots = SnapshotSource(topology, model, router, cluster, clock, chitu.__version__)
         running = self._routes.running
         rows = [
@@ -149,8 +133,9 @@ class ApiEndpoint:
             *operator_routes(cluster, topology, self._kept, access),
             *trace_routes(cluster, router.trace.files.folder, access, clock),
         ]
-        cold = control_app(chitu.__version__, rows)
-        self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
+        cold = control_app(chitu.__version__, rows, BODIES)
+        hot, most = self._routes.hot_routes(), config.max_body_bytes
+        self.app = RouterApp(hot, cold, access, most, config.cors_origins, kept_route, PROOF_HEADERS)
         self._next_tick_s = clock.monotonic()
 
     def tick(self) -> None:

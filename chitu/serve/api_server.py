@@ -42,9 +42,9 @@ from chitu.config.topology import (
 )
 from chitu.config.topology_checks import warn_of_open_api, warn_without_key
 from chitu.errors import ChituError, ConfigError
-from chitu.http.limits import HTTPLimits
-from chitu.http.served_model import ServedModel
-from chitu.http.server import HTTPServer, Listener, listen
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.wire.limits import HTTPLimits
+from chitu.http.wire.server import HTTPServer, Listener, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.log import setup_logging
 from chitu.net.aio import LINGER_MS, BulkReader, Outbox

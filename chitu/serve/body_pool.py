@@ -33,8 +33,9 @@ from typing import Any, cast
 from chitu.config.load import child_environment
 from chitu.config.schema import ModelConfig
 from chitu.errors import Capacity, ChituError, Internal, PoisonRequest
-from chitu.http.body_reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
-from chitu.http.served_model import ServedModel
+from chitu.http.ask.reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.table import READERS
 from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
 from chitu.process.child import describe_exit
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         model: ModelConfig
         model, takes_unknown = pickle.loads(receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size))))
-        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown))
+        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown, READERS))
     except (EOFError, ConnectionError):
         pass
     return 0

@@ -1,7 +1,7 @@
 """`chitu batch IN.jsonl OUT.jsonl`: answer a file of requests with any server of OpenAI's API. Main thread; requests
 block in threads of a pool.
 
-`http/batch_lines.py` does the work on the lines, as for the router's batches. What is answered is in the output file,
+`http/batch/lines.py` does the work on the lines, as for the router's batches. What is answered is in the output file,
 so the same command goes on after it was killed. Only one such command at a time has the file.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.errors import ChituError, ConfigError, InvalidRequest, ServiceError
-from chitu.http.batch_lines import (
+from chitu.http.batch.lines import (
     Answers,
     BatchLine,
     ConnectionBroke,
@@ -27,11 +27,11 @@ from chitu.http.batch_lines import (
     GaveUp,
     LineLimits,
     OpenLines,
-    Reply,
     Runner,
     Unreachable,
     check_lines,
 )
+from chitu.http.wire.inner import Reply
 from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.lock_files import claim
 from chitu.net.client import ServerConnection

@@ -14,8 +14,8 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_params
 from pydantic import BaseModel
 
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.body_fields import fields_of
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
+from chitu.http.table import BODIES
 
 URL = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
 ASK = "What number does the red fox have?"
@@ -55,7 +55,7 @@ def check_fields() -> None:
         (MESSAGES, beta_params.MessageCreateParamsBase),
         (COUNT_TOKENS, beta_count_params.MessageCountTokensParams),
     ):
-        table = fields_of(route)
+        table = BODIES.fields[route]
         unknown = names_of(kind) - HEADERS - set(table)
         assert not unknown, (route, unknown)
         nested = [

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from chitu.errors import ChituError
-from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.limits import HTTPLimits
-from chitu.http.server import HTTPServer, listen
+from chitu.http.wire.exchange import EXCHANGE, Exchange
+from chitu.http.wire.limits import HTTPLimits
+from chitu.http.wire.server import HTTPServer, listen
 from chitu.net.http import Receive, Scope, Send
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -24,11 +24,11 @@ from test_body_costs import costly_bodies
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, InvalidRequest
-from chitu.http.bodies import LARGE_BODY_BYTES
-from chitu.http.body_fields import fields_of
-from chitu.http.body_reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.parse import ClusterFacts, ParsedRequest
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.ask.bodies import LARGE_BODY_BYTES
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import GRAMMAR_S, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.table import BODIES, READERS
 from chitu.protocol import Grammar
 from chitu.serve.body_pool import BodyProcesses
 
@@ -36,14 +36,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 MODEL = ModelConfig(path=str(TINY_MODEL_DIR), served_name="m")
 TERMS = ClusterFacts(ModelLimits(4096, 100_000), "", 100_000)
-ROUTES: dict[BodyRoute, str] = {
+ROUTES: dict[str, str] = {
     "completion": "/v1/completions",
     "chat": "/v1/chat/completions",
     "responses": "/v1/responses",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
-LEAST: dict[BodyRoute, dict[str, Any]] = {
+LEAST: dict[str, dict[str, Any]] = {
     "completion": {"prompt": ["a b", "\u00fc \u4f60"], "echo": True, "seed": 1},
     "chat": {"messages": [{"role": "user", "content": "a"}], "seed": 1},
     "responses": {"input": "a", "instructions": "b"},
@@ -58,11 +58,11 @@ HOSTILE = {
 """Schema that takes half a minute to compile for each ten of its properties."""
 
 
-def corpus() -> Iterator[tuple[BodyRoute, bytes]]:
+def corpus() -> Iterator[tuple[str, bytes]]:
     """Yield a body of every route with every field known there, of every type; and costly bodies."""
     for route, path in ROUTES.items():
         yield route, b"{"
-        for name in [*fields_of(path), "xyz"]:
+        for name in [*BODIES.fields[path], "xyz"]:
             for value in ODD:
                 yield route, json.dumps({**LEAST[route], name: value}).encode()
     for _, path, body in costly_bodies():
@@ -81,7 +81,7 @@ def shown(found: object) -> str:
 
 
 def test_a_process_says_of_every_body_what_the_loop_says() -> None:
-    work = BodyWork(ServedModel.load(MODEL, 0), False)
+    work = BodyWork(ServedModel.load(MODEL, 0), False, READERS)
     grammars = [Grammar("regex", text) for text in ("a+", "((", "(" * 1000)]
 
     def here(task: BodyTask, raw: bytes) -> object:

@@ -16,7 +16,7 @@ from nursery import forked_router
 from support.agent_requests import PATCH, anthropic_agent, codex_agent
 from support.router_process import RouterUnderTest
 
-from chitu.http.bodies import LARGE_BODY_BYTES
+from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.tokenizer import Tokenizer
 from chitu.tools.make_model import make_model
 

@@ -40,8 +40,8 @@ from support.router_process import wait_until
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
-from chitu.http.bodies import REFUSED, SERVED
-from chitu.http.body_fields import fields_of
+from chitu.http.ask.bodies import REFUSED, SERVED
+from chitu.http.table import BODIES
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
@@ -177,7 +177,7 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
     for name in (*narrow, *more):
         body.pop(name, None)
     if rng.random() < 0.8:
-        for name in [name for name in body if fields_of(path)[name].effect == REFUSED]:
+        for name in [name for name in body if BODIES.fields[path][name].effect == REFUSED]:
             del body[name]
     if not body.get("stream"):
         body.pop("stream_options", None)
@@ -363,7 +363,7 @@ def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
     gets a third of them, by night all."""
     seen = Counter[object]()
     for path in BODY_ROUTES:
-        served = {field.name: field for field in fields_of(path).values() if field.effect == SERVED}
+        served = {field.name: field for field in BODIES.fields[path].values() if field.effect == SERVED}
         for field in (*(name for name in served if "." not in name), "response_format", "metadata"):
             number = seen[served.get(field, field)]
             seen[served.get(field, field)] += 1

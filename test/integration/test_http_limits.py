@@ -11,8 +11,8 @@ import pytest
 import uvloop
 from http_server_alone import MAX_BODY, PATIENT, WAIT_S, Client, Echo, get, serving, until
 
-from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.limits import FREE_BODY_BYTES, LINGER_BYTES, PROBE_CONNECTIONS, HTTPLimits
+from chitu.http.wire.exchange import EXCHANGE, Exchange
+from chitu.http.wire.limits import FREE_BODY_BYTES, LINGER_BYTES, PROBE_CONNECTIONS, HTTPLimits
 from chitu.net.http import Receive, Scope, Send
 
 # ----------------------------------------------------------------------------------------------------------------------

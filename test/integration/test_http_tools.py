@@ -18,7 +18,7 @@ import pytest
 from nursery import forked_router
 from support.router_process import RouterUnderTest, wait_until
 
-from chitu.http.bodies import LARGE_BODY_BYTES
+from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.tokenizer import Tokenizer
 from chitu.tools.make_model import make_model
 

@@ -20,7 +20,7 @@ from nursery import FORKED
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology
-from chitu.http.proof import Proof
+from chitu.http.answer.proof import Proof
 from chitu.launch.local import LocalCluster
 from chitu.protocol.account import REPORTED_STAGES
 from chitu.protocol.snapshot import ClusterSnapshot

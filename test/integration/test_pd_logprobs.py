@@ -32,10 +32,10 @@ from thinking_model import BIAS, make_thinking_model
 from chitu.config.load import load_topology
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler
-from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.protocol import Grammar, KVLayout, Reasoning, SamplingParams
+from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500

@@ -14,7 +14,7 @@ from nursery import forked_router
 from support.router_process import RouterUnderTest
 
 from chitu.config.schema import RouterConfig
-from chitu.http.limits import HTTPLimits
+from chitu.http.wire.limits import HTTPLimits
 from chitu.launch.router_client import RouterClient
 from chitu.tools.make_model import make_model
 

@@ -11,7 +11,7 @@ import pytest
 from otlp_collector import Collector
 
 from chitu.errors import ConfigError
-from chitu.http.spans import RequestSpan, SpanExport
+from chitu.http.answer.spans import RequestSpan, SpanExport
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = RequestSpan(

@@ -11,7 +11,7 @@ from support.clock import FakeClock
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, InvalidRequest, RateLimited, Unauthorized
-from chitu.http.access import SALT_BYTES, Access
+from chitu.http.wire.access import SALT_BYTES, Access
 from chitu.net.curve import derive
 from chitu.net.fair_share import RateLimiter
 from chitu.net.http import error_headers

@@ -27,14 +27,15 @@ from chitu.errors import (
     RequestTimeout,
     Unauthorized,
 )
-from chitu.http.answers import COMMENT, FinishedChoice, UsageCount
-from chitu.http.anthropic_answers import SIGNATURE, MessagesFormat
-from chitu.http.anthropic_chat import TOO_LONG, chat_of_messages
-from chitu.http.body_decoder import messages_decoder
+from chitu.http.answer.formats import COMMENT, AnswerHead, Delta, FinishedChoice, UsageCount
+from chitu.http.ask.chat import chat_messages, chosen_tools
+from chitu.http.ask.translation import Translation
+from chitu.http.dialects.anthropic.answers import SIGNATURE, MessagesFormat
+from chitu.http.dialects.anthropic.bodies import MessagesBody
+from chitu.http.dialects.anthropic.chat import TOO_LONG, chat_of_messages
+from chitu.http.dialects.anthropic.errors import ERRORS
 from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
-from chitu.http.parse import chat_messages, chosen_tools
-from chitu.http.translation import Translation
-from chitu.net.http import anthropic_error, anthropic_status
+from chitu.http.table import BODIES
 
 USER = {"role": "user", "content": "a"}
 
@@ -45,7 +46,7 @@ def translated(
     warnings: list[str] | None = None,
     **fields: Any,
 ) -> Translation:
-    body = messages_decoder.decode(json.dumps({"messages": [USER], "max_tokens": 9, **fields}).encode())
+    body = BODIES.decoder(MessagesBody).decode(json.dumps({"messages": [USER], "max_tokens": 9, **fields}).encode())
     return chat_of_messages(body, variables, reasons, [] if warnings is None else warnings)
 
 
@@ -239,6 +240,7 @@ def test_an_effort_that_the_template_does_not_know_is_a_warning() -> None:
 
 
 USAGE = UsageCount(30, 12, 16, 5)
+HEAD = AnswerHead("id", 1, "m", "msg_")
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -309,14 +311,12 @@ def test_the_events_of_any_message_add_up_to_its_answer(
         *(part if isinstance(part, str) else MessageDelta(part.content) for part in placed),
         *(MessageDelta(calls=part.calls) for part in placed if isinstance(part, MessageDelta)),
     ]
-    form = MessagesFormat("id", "m", fills)
-    data = form.opening(0, 30, 16) + b"".join(form.delta(0, part, None) for part in order)
-    data += form.last(0, "", reason, None, b"null", stop) + form.usage(USAGE) + form.done
+    form = MessagesFormat(HEAD, fills)
+    data = form.opening(0, 30, 16) + b"".join(form.delta(0, Delta(part, [])) for part in order)
+    data += form.last(0, Delta("", [], reason=reason, stop_text=stop)) + form.usage(USAGE) + form.done
     events = events_of(data)
     whole = json.loads(
-        b"".join(
-            MessagesFormat("id", "m", fills).full([FinishedChoice(joined(order), reason, None, stop_text=stop)], USAGE)
-        )
+        b"".join(MessagesFormat(HEAD, fills).full([FinishedChoice(joined(order), reason, None, stop_text=stop)], USAGE))
     )
     assert accumulated(events) == whole
     assert events[0]["message"]["stop_reason"] is None
@@ -334,11 +334,11 @@ def test_the_events_of_any_message_add_up_to_its_answer(
 
 
 def test_a_stream_has_all_kinds_of_deltas_and_pings_once_it_has_begun() -> None:
-    form = MessagesFormat("id", "m", False)
+    form = MessagesFormat(HEAD, False)
     assert form.sign_of_life is COMMENT
     data = form.opening(0, 1, 0) + form.sign_of_life
-    data += form.delta(0, MessageDelta("b", "a", (CallDelta(0, '{"c": 1}', "i", "f"),)), None)
-    data += form.last(0, "", "tool_calls", None) + form.usage(USAGE)
+    data += form.delta(0, Delta(MessageDelta("b", "a", (CallDelta(0, '{"c": 1}', "i", "f"),)), []))
+    data += form.last(0, Delta("", [], reason="tool_calls")) + form.usage(USAGE)
     events = events_of(data)
     kinds = [event.get("delta", event).get("type", event["type"]) for event in events]
     assert kinds == [
@@ -349,9 +349,9 @@ def test_a_stream_has_all_kinds_of_deltas_and_pings_once_it_has_begun() -> None:
 
 
 def test_an_error_in_the_middle_is_an_event_of_its_own() -> None:
-    form = MessagesFormat("id", "m", False)
+    form = MessagesFormat(HEAD, False)
     form.opening(0, 1, 0)
-    form.delta(0, "a", None)
+    form.delta(0, Delta("a", []))
     [event] = events_of(form.error(DecodeLost("D0 died")))
     assert event == {"type": "error", "error": {"type": "api_error", "message": "D0 died"}, "request_id": None}
 
@@ -373,5 +373,6 @@ def test_an_error_in_the_middle_is_an_event_of_its_own() -> None:
     ],
 )
 def test_errors_have_anthropics_types_and_statuses(error: ChituError, status: int, kind: str) -> None:
-    told = anthropic_error(error, "r1")
-    assert (anthropic_status(error), told.error.type, told.error.message, told.request_id) == (status, kind, "x", "r1")
+    told = json.loads(ERRORS.body(error, "r1"))
+    assert ERRORS.status(error) == status
+    assert told == {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": "r1"}

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from chitu.config.schema import BatchesConfig
 from chitu.errors import DiskFull
-from chitu.http.batches import MAX_RUNS, next_tenant
-from chitu.http.file_index import BatchFacts, FileRecord, FolderIndex, FolderView
-from chitu.http.file_shares import Bounds, past_use, room_for, room_to_grow
-from chitu.http.file_store import ORPHAN_S, BatchRecord, FileStore, NewFile, new_id
+from chitu.http.batch.batches import MAX_RUNS, next_tenant
+from chitu.http.batch.index import BatchFacts, FileRecord, FolderIndex, FolderView
+from chitu.http.batch.shares import Bounds, past_use, room_for, room_to_grow
+from chitu.http.batch.store import ORPHAN_S, BatchRecord, FileStore, NewFile, new_id
 
 MB = 1 << 20
 SETTINGS: dict[str, Any] = {"max_mb": 8}

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.http import batch_lines
-from chitu.http.batch_lines import (
+from chitu.http.batch import lines as batch_lines
+from chitu.http.batch.lines import (
     Answers,
     BatchLine,
     ConnectionBroke,
@@ -25,7 +25,6 @@ from chitu.http.batch_lines import (
     GaveUp,
     LineLimits,
     OpenLines,
-    Reply,
     Runner,
     Unreachable,
     answer_line,
@@ -33,6 +32,7 @@ from chitu.http.batch_lines import (
     check_lines,
     verdict_on,
 )
+from chitu.http.wire.inner import Reply
 
 LIMITS = LineLimits(max_lines=5000, max_line_bytes=10_000, urls=("/v1/completions",))
 OK = Reply(200, b'{"text":"a"}', "r")

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.http.answers import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
+from chitu.http.answer.formats import DONE, AnswerFormat, AnswerHead, Delta, UsageCount
+from chitu.http.ask.parsed import OutputOptions
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.launch.router_client import Answer, AnswerReader, RouterClient, Usage
 from chitu.net.client import EventParser
 from chitu.protocol import LoadReport
@@ -63,10 +65,14 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: 
     assert [event for part in parts_of(stream, cuts) for event in parser.feed(part)] == texts
 
 
+HEAD = AnswerHead("r", 0, "m")
+OPTIONS = OutputOptions(1, True, True, (), False, True, False)
+
+
 def streamed(form: AnswerFormat, texts: list[str]) -> bytes:
     """Return a response as the router writes it."""
-    deltas = [form.delta(0, text, None) for text in texts]
-    end = [form.last(0, "!", "stop", None), form.usage(UsageCount(7, 3, 0)), DONE]
+    deltas = [form.delta(0, Delta(text, [])) for text in texts]
+    end = [form.last(0, Delta("!", [], reason="stop")), form.usage(UsageCount(7, 3, 0)), DONE]
     return b"".join([form.opening(0), *deltas, *end])
 
 
@@ -77,16 +83,16 @@ def test_an_answer_is_what_the_router_streamed(
 ) -> None:
     answer = Answer("r")
     reader = AnswerReader(answer)
-    pieces = [reader.feed(part) for part in parts_of(streamed(form("r", 0, "m", True), texts), cuts)]
+    pieces = [reader.feed(part) for part in parts_of(streamed(form(HEAD, OPTIONS), texts), cuts)]
     assert answer.text == "".join(pieces) == "".join(texts) + "!"
     assert (answer.usage, answer.finish_reason, answer.is_complete) == (Usage(7, 3), "stop", True)
     assert answer.error is None
 
 
 def test_an_error_in_the_middle_keeps_what_came() -> None:
-    form = ChatFormat("r", 0, "m", True)
+    form = ChatFormat(HEAD, OPTIONS)
     answer = Answer("r")
-    piece = AnswerReader(answer).feed(form.delta(0, "half an", None) + form.error(DecodeLost("D0 is gone")))
+    piece = AnswerReader(answer).feed(form.delta(0, Delta("half an", [])) + form.error(DecodeLost("D0 is gone")))
     assert piece == answer.text == "half an"
     assert isinstance(answer.error, DecodeLost)
     assert answer.error.message == "D0 is gone"

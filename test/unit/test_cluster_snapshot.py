@@ -16,8 +16,8 @@ from chitu.cluster.cluster import RouterRecord
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
-from chitu.http.cluster_changes import LOAD_FIELDS
-from chitu.http.cluster_snapshot import (
+from chitu.http.fleet.changes import LOAD_FIELDS
+from chitu.http.fleet.snapshot import (
     MAX_WATCHERS,
     PIECE_INSTANCES,
     SnapshotSource,

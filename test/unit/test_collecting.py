@@ -14,13 +14,10 @@ from test_openai_output import ByteDetokenizer
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, DecodeLost
-from chitu.http.answers import ChatFormat, CompletionFormat, EventNumbers
-from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody
-from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer
-from chitu.http.generate import PART_BYTES, TOKENS_PER_TURN, GenerationRoutes
-from chitu.http.parse import ParsedRequest, Prompt
-from chitu.http.sampling_fields import output_options
-from chitu.http.token_logprobs import (
+from chitu.http.answer.choice import Choice, ChoiceDecoder, RunningAnswer
+from chitu.http.answer.formats import AnswerHead
+from chitu.http.answer.generate import PART_BYTES, TOKENS_PER_TURN, GenerationRoutes
+from chitu.http.answer.token_logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptAnswer,
@@ -28,6 +25,11 @@ from chitu.http.token_logprobs import (
     chat_texts,
     completion_texts,
 )
+from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody
+from chitu.http.ask.parsed import ParsedRequest, Prompt
+from chitu.http.ask.sampling import output_options
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
+from chitu.http.wire.events import EventNumbers
 from chitu.protocol import Finish, SamplingParams, pack_i32, pack_logprobs
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
@@ -105,7 +107,7 @@ class World:
                 )
             self.running.choices.append(Choice(generation, decoder, self.prompt, logprobs, of_prompt))
         self.running.wakeup.set()
-        self.form = (ChatFormat if is_chat else CompletionFormat)("id", 0, "m", False)
+        self.form = (ChatFormat if is_chat else CompletionFormat)(AnswerHead("id", 0, "m"), options)
         self.parsed = ParsedRequest([self.prompt], [], options, is_chat=is_chat)
 
     async def write(self) -> int:

@@ -16,10 +16,12 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.custom_tools import arguments_of, input_of
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import BodyWork, ReadBody
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.dialects.responses.custom_tools import arguments_of, input_of
 from chitu.http.messages.call_formats import HermesParser
-from chitu.http.parse import BodyParser, ClusterFacts, ParseContext, ParsedRequest
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.table import READERS
 from chitu.protocol import unpack_i32
 
 
@@ -42,7 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 def parsed(model: ServedModel, body: dict[str, Any]) -> ParsedRequest:
     facts = ClusterFacts(ModelLimits(1 << 20, model.tokenizer.vocab_size), "", model.tokenizer.vocab_size)
-    return BodyParser(model).responses(json.dumps(body).encode(), ParseContext(facts, lambda: None))
+    found = BodyWork(model, False, READERS).read(ReadBody("responses", facts), json.dumps(body).encode(), lambda: None)
+    assert isinstance(found, ParsedRequest)
+    return found
 
 
 def allows(model: ServedModel, parsed: ParsedRequest, text: str) -> bool:
@@ -100,7 +104,7 @@ def test_a_grammar_in_lark_is_in_the_prompt_and_a_warning(model: ServedModel, de
 
 def test_a_chosen_tool_with_a_grammar_in_lark_is_called_with_any_text(model: ServedModel) -> None:
     made = parsed(model, codex_agent(reasoning=None))
-    assert made.custom_tools == {"apply_patch", "note"} and made.encodes_reasoning
+    assert made.for_answer.custom_tools == {"apply_patch", "note"} and made.for_answer.encodes_reasoning
     assert made.samplings[0].grammar is None
     forced = parsed(model, codex_agent(reasoning=None, tool_choice={"type": "custom", "name": "apply_patch"}))
     assert [warning.split(":")[0] for warning in forced.warnings] == [

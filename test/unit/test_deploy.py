@@ -15,7 +15,7 @@ import pytest
 import yaml
 from test_metrics import full_report
 
-from chitu.http.metrics_text import render_metrics
+from chitu.http.fleet.metrics_text import render_metrics
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "chitu-alerts.yml"

@@ -19,9 +19,9 @@ from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, ChituError, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarStore
 from chitu.grammars.store import Outcome
-from chitu.http.bodies import MAX_CHOICE_CHARS, MAX_CHOICES
-from chitu.http.body_decoder import completion_decoder
-from chitu.http.sampling_fields import grammar_of
+from chitu.http.ask.bodies import MAX_CHOICE_CHARS, MAX_CHOICES, CompletionBody
+from chitu.http.ask.grammar_fields import grammar_of
+from chitu.http.table import BODIES
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     MAX_GRAMMAR_CHARS,
@@ -39,7 +39,7 @@ OF_SCHEMA = ("json_schema", SCHEMA)
 
 
 def said(**fields: Any) -> tuple[Grammar, str] | None:
-    return grammar_of(completion_decoder.decode(json.dumps({"prompt": "a", **fields}).encode()))
+    return grammar_of(BODIES.decoder(CompletionBody).decode(json.dumps({"prompt": "a", **fields}).encode()))
 
 
 def format_of(**fields: Any) -> dict[str, Any]:

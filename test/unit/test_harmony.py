@@ -16,13 +16,14 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.grammars import GrammarCompiler
 from chitu.grammars.marks import behind_reasoning
 from chitu.grammars.tool_calls import tool_calls_lark
-from chitu.http.body_decoder import chat_decoder
+from chitu.http.ask.bodies import ChatBody
+from chitu.http.ask.served_model import ServedModel
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS
 from chitu.http.messages.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, NEXT, HarmonyParser
 from chitu.http.messages.message_parser import HARMONY, MessageFormat, MessagePlan
-from chitu.http.served_model import ServedModel
+from chitu.http.table import BODIES
 from chitu.protocol import Grammar, ToolCalls
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate
@@ -241,7 +242,9 @@ def test_channels_are_read_without_tools_too_unless_the_reasoning_is_to_stay() -
     )
 
     def made(tools: list[Any] | None = None, **fields: Any) -> MessagePlan | None:
-        body = chat_decoder.decode(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode())
+        body = BODIES.decoder(ChatBody).decode(
+            json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode()
+        )
         return ServedModel.message_plan(cast(ServedModel, model), body, "<|start|>assistant", tools)
 
     bare, offered = made(), made(TOOLS)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +19,24 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.cluster.cluster import RouterRecord
 from chitu.config.schema import BatchesConfig, ModelConfig, RouterConfig
 from chitu.errors import ChituError
-from chitu.http.access import Access
-from chitu.http.app import HotRoute, RouterApp
-from chitu.http.batches import Batches
-from chitu.http.body_reader import BodyReader
-from chitu.http.connection import RequestParser
-from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.file_routes import batch_routes, file_routes
-from chitu.http.file_store import FileStore
-from chitu.http.generate import GenerationRoutes
-from chitu.http.inner import InnerPeer
-from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
-from chitu.http.limits import BodyBudget, HTTPLimits
-from chitu.http.routes import client_routes, control_app, page_routes, trace_routes
-from chitu.http.served_model import ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.api_document import control_app
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.batches import Batches
+from chitu.http.batch.routes import batch_routes, file_routes
+from chitu.http.batch.store import FileStore
+from chitu.http.dialects.openai.cold import client_routes
+from chitu.http.fleet.page import page_routes
+from chitu.http.fleet.trace_routes import trace_routes
+from chitu.http.table import BODIES, ENDPOINTS, READERS
+from chitu.http.wire.access import Access
+from chitu.http.wire.app import RouterApp
+from chitu.http.wire.connection import RequestParser
+from chitu.http.wire.exchange import EXCHANGE, Exchange
+from chitu.http.wire.inner import InnerPeer
+from chitu.http.wire.limits import BodyBudget, HTTPLimits
 from chitu.net.http import Scope
 
 MODEL = ServedModel.load(ModelConfig(path=str(TINY_MODEL_DIR), served_name="m"), 0)
@@ -86,14 +89,11 @@ class Server:
     def __init__(self, folder: Path) -> None:
         world, config, none = World(), RouterConfig(api_keys=("k",)), Any
         access = Access(config, None, world.clock)
-        bodies = BodyReader(MODEL, world.router, none, False, access.client)
+        bodies = BodyReader(MODEL, world.router, none, False, access.client, READERS)
         routes = GenerationRoutes(
-            MODEL, world.router, bodies, config, world.clock, access.cache_salt, access.require_priority
+            *(MODEL, world.router, bodies, config, world.clock, access.cache_salt, access.require_priority),
+            endpoints=ENDPOINTS,
         )
-        hot: dict[str, HotRoute] = {
-            "/v1/completions": partial(routes.answer, route="completion"),
-            "/v1/messages": partial(routes.answer, route="messages"),
-        }
         kept = KeptRequests(
             *(KeptFolder(config.kept_requests, folder / "kept"), MODEL, world.router, bodies, routes),
             *(access.require_kept_priority, world.clock),
@@ -110,7 +110,9 @@ class Server:
             *trace_routes(cluster, folder / "traces", access, world.clock),
         ]
         kept_route = KeptRoute(kept, routes, access.cache_salt, world.clock).answer
-        self.app = RouterApp(hot, control_app("0", rows), access, 1 << 20, ("http://a",), kept_route)
+        self.app = RouterApp(
+            routes.hot_routes(), control_app("0", rows, BODIES), access, 1 << 20, ("http://a",), kept_route
+        )
 
     async def status(self, raw: bytes) -> int:
         """Return the status of the answer to the bytes of a request."""

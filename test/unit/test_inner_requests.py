@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from typing import Any
 
 from router_world import World, pair
@@ -12,12 +11,13 @@ from router_world import World, pair
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import Forbidden
-from chitu.http.batch_lines import Reply, verdict_on
-from chitu.http.body_reader import BodyReader
-from chitu.http.exchange import Exchange
-from chitu.http.generate import GenerationRoutes
-from chitu.http.inner import ask
-from chitu.http.served_model import ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.lines import verdict_on
+from chitu.http.table import ENDPOINTS, READERS
+from chitu.http.wire.exchange import Exchange, HotRoute
+from chitu.http.wire.inner import Reply, ask
 from chitu.net.http import Scope
 from chitu.protocol import MAX_PRIORITY, DecodeRequest, PrefillRequest
 
@@ -28,15 +28,16 @@ HEADERS = [(b"authorization", b"Bearer k")]
 
 def routes_of(world: World) -> GenerationRoutes:
     none: Any = None
-    bodies = BodyReader(MODEL, world.router, none, False, lambda scope: b"")
+    bodies = BodyReader(MODEL, world.router, none, False, lambda scope: b"", READERS)
     return GenerationRoutes(
-        *(MODEL, world.router, bodies, RouterConfig(), world.clock, lambda scope: str(scope["headers"][0][1])), none
+        *(MODEL, world.router, bodies, RouterConfig(), world.clock, lambda scope: str(scope["headers"][0][1])),
+        *(none, None, ENDPOINTS),
     )
 
 
 async def sent(world: World, is_batch: bool = True, **more: Any) -> tuple[asyncio.Task[Reply], Any]:
     """Send a request until P has it; return its task and what P and D got."""
-    route = partial(routes_of(world).answer, route="completion", is_batch=is_batch)
+    route = routes_of(world).hot_routes(is_batch)["/v1/completions"]
     body = json.dumps(BODY | more).encode()
     task = asyncio.ensure_future(ask(route, "/v1/completions", body, HEADERS, "id"))
     while not (found := [each for _, each in world.outbox.sent if isinstance(each, PrefillRequest | DecodeRequest)]):
@@ -79,7 +80,7 @@ def test_the_answer_is_that_of_the_route_and_a_line_that_is_given_up_ends_on_p_a
 
 def test_refusals_are_answers_and_a_router_without_instances_is_asked_again() -> None:
     async def refused(body: bytes, world: World) -> Reply:
-        route = partial(routes_of(world).answer, route="completion", is_batch=True)
+        route = routes_of(world).hot_routes(is_batch=True)["/v1/completions"]
         return await ask(route, "/v1/completions", body, HEADERS, "id")
 
     reply = asyncio.run(refused(b"{}", pair()))
@@ -93,5 +94,5 @@ def test_refusals_are_answers_and_a_router_without_instances_is_asked_again() ->
     async def forgets(exchange: Exchange, scope: Scope, request_id: str) -> None:
         pass
 
-    assert asyncio.run(ask(fails, "/v1/completions", b"{}", HEADERS, "id")).status == 403
-    assert asyncio.run(ask(forgets, "/v1/completions", b"{}", HEADERS, "id")).status == 500
+    assert asyncio.run(ask(HotRoute(fails), "/v1/completions", b"{}", HEADERS, "id")).status == 403
+    assert asyncio.run(ask(HotRoute(forgets), "/v1/completions", b"{}", HEADERS, "id")).status == 500

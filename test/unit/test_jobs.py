@@ -16,13 +16,14 @@ from support.clock import FakeClock
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
-from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS
-from chitu.http.body_reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.exchange import Exchange
-from chitu.http.generate import GenerationRoutes
-from chitu.http.parse import ClusterFacts, ParsedRequest
-from chitu.http.sampling_fields import ENTRY_BYTES, MAX_ANSWER_BYTES
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.ask.answer_size import ENTRY_BYTES, MAX_ANSWER_BYTES
+from chitu.http.ask.bodies import LARGE_BODY_BYTES, MAX_TOKENS
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import BodyReader, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.table import READERS
+from chitu.http.wire.exchange import Exchange
 from chitu.net.http import ClientGone
 from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter
@@ -90,10 +91,11 @@ class World:
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
-        self.work = BodyWork(self.model, False)
+        self.work = BodyWork(self.model, False, READERS)
         self.away = Away(self.work)
         self.reader = BodyReader(
-            self.model, cast(PDRequestRouter, router), self.away, False, lambda scope: bytes(scope.get("key", b""))
+            *(self.model, cast(PDRequestRouter, router), self.away, False),
+            *(lambda scope: bytes(scope.get("key", b"")), READERS),
         )
         self.client = Client()
         self.tokenized: list[str] = []
@@ -123,7 +125,7 @@ class World:
         raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 1, **fields}).encode()
         return self.parsed("chat", raw)
 
-    def parsed(self, route: BodyRoute, raw: bytes) -> ParsedRequest:
+    def parsed(self, route: str, raw: bytes) -> ParsedRequest:
         return asyncio.run(self.reader.parse(route, bytearray(raw), self.client.exchange))
 
 
@@ -203,7 +205,7 @@ LARGE = 1 << 22
     ],
 )
 def test_what_an_answer_may_become_is_bounded_and_the_refusal_names_the_fields(
-    route: BodyRoute, fields: dict[str, Any], copies: dict[str, Any], param: str
+    route: str, fields: dict[str, Any], copies: dict[str, Any], param: str
 ) -> None:
     world = World(max_len=LARGE)
 

@@ -19,12 +19,11 @@ from support.clock import FakeClock
 
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
-from chitu.http.answers import EventNumbers, events_read
-from chitu.http.choice import RunningAnswers
-from chitu.http.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
-from chitu.http.parse import ParsedRequest, Prompt
-from chitu.http.sampling_fields import OutputOptions
-from chitu.http.served_model import ModelLimits
+from chitu.http.answer.choice import RunningAnswers
+from chitu.http.answer.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
+from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt
+from chitu.http.ask.served_model import ModelLimits
+from chitu.http.wire.events import EventNumbers, events_read
 from chitu.protocol import InstanceInfo, KVLayout, RequestOptions, SamplingParams
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
-from chitu.http.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
+from chitu.http.fleet.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
 from chitu.kv_transfer.page_writer import PathMeter
 from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import InvalidRequest
-from chitu.http.multipart import FormParser, PartBegins, boundary_of
+from chitu.http.wire.multipart import FormParser, PartBegins, boundary_of
 
 BOUNDARY = b"ab-"
 

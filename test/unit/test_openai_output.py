@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.agent_requests import PATCH, codex_agent
 
 from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
-from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
-from chitu.http.body_decoder import responses_decoder
-from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
-from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
-from chitu.http.parse import chat_messages
-from chitu.http.responses_chat import chat_of_responses, echo_of
-from chitu.http.sampling_fields import OutputOptions
-from chitu.http.token_logprobs import (
+from chitu.http.answer.choice import ChoiceDecoder, RunningAnswer, RunningAnswers
+from chitu.http.answer.formats import AnswerHead, Delta, FinishedChoice, UsageCount
+from chitu.http.answer.token_logprobs import (
     LOWEST,
     ChatLogprobs,
     ChoiceLogprobs,
@@ -26,7 +22,14 @@ from chitu.http.token_logprobs import (
     chat_texts,
     completion_texts,
 )
-from chitu.http.translation import decoded_reasoning, encoded_reasoning
+from chitu.http.ask.chat import chat_messages
+from chitu.http.ask.parsed import OutputOptions
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
+from chitu.http.dialects.responses.answers import ResponsesFormat
+from chitu.http.dialects.responses.bodies import ResponsesBody
+from chitu.http.dialects.responses.chat import Repeated, chat_of_responses, decoded_reasoning, encoded_reasoning
+from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
+from chitu.http.table import BODIES, ENDPOINTS
 from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
 
@@ -98,9 +101,11 @@ def test_deltas_equal_the_whole_text_however_they_are_cut(
 @given(st.text(max_size=20))
 def test_events_are_json_whatever_the_text(text: str) -> None:
     for make in (CompletionFormat, ChatFormat):
-        form = make("id", 1, 'm"odel', True)
-        events = [form.delta(1, text, None), form.delta(1, text, [1, 2]), form.last(0, text, "stop", [])]
-        events += [form.opening(1), form.usage(UsageCount(1, 2, 0))]
+        options = OutputOptions(1, True, True, (), False, True, False)
+        form = make(AnswerHead("id", 1, 'm"odel'), options)
+        events = [form.delta(1, Delta(text, [])), form.opening(1), form.usage(UsageCount(1, 2, 0))]
+        form = make(AnswerHead("id", 1, 'm"odel'), msgspec.structs.replace(options, return_token_ids=True))
+        events += [form.delta(1, Delta(text, [1, 2])), form.last(0, Delta(text, [], reason="stop"))]
         for event in filter(None, events):
             assert event.startswith(b"data: ") and event.endswith(b"\n\n")
             body = json.loads(event[6:])
@@ -228,11 +233,13 @@ def test_the_lines_of_a_prompt_are_as_many_as_its_tokens_but_one() -> None:
 USAGE = UsageCount(3, 4, 1)
 
 
-ECHO = echo_of(responses_decoder.decode(b'{"input": "a"}'))
+decode = BODIES.decoder(ResponsesBody).decode
+ECHO = Repeated.of(decode(b'{"input": "a"}'))
+HEAD = AnswerHead("id", 1, "m", "resp_")
 
 
 def messages(given: Any, **more: Any) -> list[dict[str, Any]]:
-    body = responses_decoder.decode(json.dumps({"input": given, **more}).encode())
+    body = decode(json.dumps({"input": given, **more}).encode())
     return chat_messages(chat_of_responses(body, (), []).chat.messages)
 
 
@@ -293,7 +300,7 @@ def test_what_other_servers_run_is_left_out_with_a_warning_and_cannot_be_chosen(
     for tool in ({"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "x" * 500}):
         warnings: list[str] = []
         function = {"type": "function", "name": "f"}
-        body = responses_decoder.decode(json.dumps({"input": "a", "tools": [tool, function]}).encode())
+        body = decode(json.dumps({"input": "a", "tools": [tool, function]}).encode())
         chat = chat_of_responses(body, (), warnings).chat
         assert [each.function.name for each in chat.tools or ()] == ["f"]
         assert warnings == [f"tools[0]: this server cannot run {tool['type'][:40]}, so the prompt leaves it out"]
@@ -304,7 +311,7 @@ def test_what_other_servers_run_is_left_out_with_a_warning_and_cannot_be_chosen(
 
 def test_an_agents_input_is_a_chat_and_its_custom_calls_are_functions() -> None:
     warnings: list[str] = []
-    body = responses_decoder.decode(json.dumps(codex_agent()).encode())
+    body = decode(json.dumps(codex_agent()).encode())
     translation = chat_of_responses(body, ("enable_thinking",), warnings)
     found = chat_messages(translation.chat.messages)
     assert [message["role"] for message in found] == [
@@ -320,7 +327,7 @@ def test_an_agents_input_is_a_chat_and_its_custom_calls_are_functions() -> None:
     tools = {tool.function.name: tool.function for tool in translation.chat.tools or ()}
     assert set(tools) == {"shell", "update_plan", "apply_patch", "note"}
     assert "begin_patch" in str(tools["apply_patch"].description)
-    assert tools["apply_patch"].strict is tools["note"].strict is None and not translation.patterns
+    assert tools["apply_patch"].strict is tools["note"].strict is None and not translation.enforced
     assert warnings == [
         "input[9]: this server cannot run web_search_call, so the prompt leaves it out",
         "tools[2].format: calls need not follow the Lark grammar: only a regex is enforced",
@@ -355,9 +362,9 @@ def test_reasoning_that_comes_back_encoded_is_what_was_sent() -> None:
     for other in ("gAAAAABo", "chitu1.%%%", "chitu1.gA==", ""):
         assert decoded_reasoning(other) == ""
     parts = [MessageDelta(reasoning="Hm. "), MessageDelta(reasoning="So."), MessageDelta("a")]
-    form = ResponsesFormat("id", 1, "m", ECHO, (), True)
-    data = form.opening(0) + b"".join(form.delta(0, part, None) for part in parts)
-    events = events_of(data + form.last(0, "", "stop", None) + form.usage(USAGE))
+    form = ResponsesFormat(HEAD, ECHO._replace(encodes_reasoning=True))
+    data = form.opening(0) + b"".join(form.delta(0, Delta(part, [])) for part in parts)
+    events = events_of(data + form.last(0, Delta("", [], reason="stop")) + form.usage(USAGE))
     item = events[-1]["response"]["output"][0]
     sent_back = {name: value for name, value in item.items() if name not in ("content", "status")}
     turns = [
@@ -380,11 +387,11 @@ def test_reasoning_that_comes_back_encoded_is_what_was_sent() -> None:
 )
 def test_a_custom_call_has_its_text_whole_and_streamed(arguments: str, text: str) -> None:
     calls = (CallDelta(0, arguments, "call_1", "apply_patch"), CallDelta(1, '{"a": 1}', "call_2", "f"))
-    whole = ResponsesFormat("id", 1, "m", ECHO, {"apply_patch"})
+    whole = ResponsesFormat(HEAD, ECHO._replace(custom_tools=frozenset({"apply_patch"})))
     answer = json.loads(b"".join(whole.full([FinishedChoice(MessageDelta("b", "", calls), "tool_calls", None)], USAGE)))
-    streamed = ResponsesFormat("id", 1, "m", ECHO, {"apply_patch"})
-    data = streamed.opening(0) + streamed.delta(0, MessageDelta("b", "", calls), None)
-    events = events_of(data + streamed.last(0, "", "tool_calls", None) + streamed.usage(USAGE))
+    streamed = ResponsesFormat(HEAD, ECHO._replace(custom_tools=frozenset({"apply_patch"})))
+    data = streamed.opening(0) + streamed.delta(0, Delta(MessageDelta("b", "", calls), []))
+    events = events_of(data + streamed.last(0, Delta("", [], reason="tool_calls")) + streamed.usage(USAGE))
     assert events[-1]["response"]["output"] == answer["output"]
     custom, function = answer["output"][1:]
     assert (custom["type"], custom["name"], custom["call_id"], custom["input"]) == (
@@ -398,7 +405,7 @@ def test_a_custom_call_has_its_text_whole_and_streamed(arguments: str, text: str
 
 def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
     tools = [{"type": "function", "name": name} for name in "ab"]
-    body = responses_decoder.decode(json.dumps({"input": "a", "tools": tools}).encode())
+    body = decode(json.dumps({"input": "a", "tools": tools}).encode())
     names = chat_of_responses(body, (), []).names
     for name, own in (
         ("messages", "input"),
@@ -423,7 +430,7 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 
 
 def form() -> ResponsesFormat:
-    return ResponsesFormat("id", 1, "m", echo_of(responses_decoder.decode(b'{"input": "a"}')))
+    return ResponsesFormat(HEAD, ECHO)
 
 
 PARTS = st.lists(
@@ -446,8 +453,8 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
         else:
             placed.append(part)
     streamed = form()
-    data = streamed.opening(0) + b"".join(streamed.delta(0, part, None) for part in placed)
-    data += streamed.last(0, "", reason, None) + streamed.usage(USAGE) + streamed.done
+    data = streamed.opening(0) + b"".join(streamed.delta(0, Delta(part, [])) for part in placed)
+    data += streamed.last(0, Delta("", [], reason=reason)) + streamed.usage(USAGE) + streamed.done
     events = events_of(data)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: dict[int, dict[str, Any]] = {}
@@ -479,7 +486,7 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
 def test_an_error_in_the_middle_is_the_last_event() -> None:
     broken = form()
     broken.opening(0)
-    broken.delta(0, "ab", None)
+    broken.delta(0, Delta("ab", []))
     *_, closing, event = events_of(broken.error(RequestCancelled("aborted")))
     assert closing["item"]["content"][0]["text"] == "ab" and closing["item"]["status"] == "incomplete"
     assert event["type"] == "response.failed" and event["response"]["status"] == "failed"
@@ -491,10 +498,10 @@ def test_an_error_in_the_middle_is_the_last_event() -> None:
 
 
 def test_a_request_is_aborted_once_and_by_its_tenant_alone() -> None:
-    running = RunningAnswers(lambda generation: None)
+    running = RunningAnswers(lambda generation: None, [each.id_prefix for each in ENDPOINTS.values()])
     answer = RunningAnswer("own", 0.0)
     running.add("r1", answer)
-    answer_id = str(ChatFormat("r1", 0, "m", False)._head["id"])
+    answer_id = AnswerHead("r1", 0, "m", ENDPOINTS["chat"].id_prefix).id
     assert [running.abort(name, who) for name, who in (("r1", "other"), ("r2", "own"))] == [0, 0]
     assert not answer.is_aborted
     assert [running.abort(name, "own") for name in (answer_id, "r1")] == [1, 0]

@@ -7,10 +7,14 @@ import json
 import msgspec
 from router_world import World, pair, two_pairs
 
-from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
-from chitu.http.body_decoder import responses_decoder
-from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
-from chitu.http.responses_chat import echo_of
+from chitu.http.answer.formats import AnswerHead, Delta, FinishedChoice, UsageCount
+from chitu.http.answer.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
+from chitu.http.ask.parsed import OutputOptions
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
+from chitu.http.dialects.responses.answers import ResponsesFormat
+from chitu.http.dialects.responses.bodies import ResponsesBody
+from chitu.http.dialects.responses.chat import Repeated
+from chitu.http.table import BODIES
 from chitu.protocol import Finish, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
 from chitu.router.generation import Generation
@@ -18,7 +22,8 @@ from chitu.types import Role
 
 STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
 
-ECHO = echo_of(responses_decoder.decode(b'{"input": "a"}'))
+ECHO = Repeated.of(BODIES.decoder(ResponsesBody).decode(b'{"input": "a"}'))
+HEAD = AnswerHead("id", 1, "m")
 
 
 def micros(span_s: float) -> int:
@@ -162,16 +167,16 @@ def test_every_form_of_an_answer_has_it_whole_or_streamed() -> None:
     made = proof(world, generation)
     told, usage = json.loads(msgspec.json.encode(made)), UsageCount(3, 1, 0)
     for make in (CompletionFormat, ChatFormat):
-        form = make("id", 1, "m", False)
+        form = make(HEAD, OutputOptions(1, False, False, (), False, True, False))
         assert json.loads(b"".join(form.full([FinishedChoice("a", "stop", None)], usage, made)))["chitu"] == told
         event = json.loads(form.usage(None, made).removeprefix(b"data: "))
         assert (event["choices"], event["chitu"], "usage" in event) == ([], told, False)
         event = json.loads(form.usage(usage, made).removeprefix(b"data: "))
         assert (event["choices"], event["chitu"], event["usage"]["total_tokens"]) == ([], told, 4)
         assert "chitu" not in json.loads(b"".join(form.full([FinishedChoice("a", "stop", None)], usage)))
-    response = ResponsesFormat("id", 1, "m", ECHO)
+    response = ResponsesFormat(HEAD, ECHO)
     assert json.loads(b"".join(response.full([FinishedChoice("a", "stop", None)], usage, made)))["chitu"] == told
-    streamed = ResponsesFormat("id", 1, "m", ECHO)
-    streamed.last(0, "a", "stop", None)
+    streamed = ResponsesFormat(HEAD, ECHO)
+    streamed.last(0, Delta("a", [], reason="stop"))
     completed = json.loads(streamed.usage(usage, made).rsplit(b"data: ", 1)[1])
     assert (completed["type"], completed["response"]["chitu"]) == ("response.completed", told)

@@ -12,7 +12,7 @@ from support.requests import generate_request
 from test_jobs import World
 
 from chitu.errors import InvalidRequest
-from chitu.http.proof import receipt_of
+from chitu.http.answer.proof import receipt_of
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed

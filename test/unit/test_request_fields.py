@@ -20,15 +20,14 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from chitu.errors import InvalidRequest
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.bodies import (
+from chitu.http.api_document import openapi_document
+from chitu.http.ask.bodies import (
     LARGE_BODY_BYTES,
     MAX_ID_CHARS,
     MAX_MESSAGES,
     MAX_N,
     MAX_NAME_CHARS,
     MAX_PARTS,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_ROLE_CHARS,
     MAX_STOP_CHARS,
@@ -44,57 +43,29 @@ from chitu.http.bodies import (
     REFUSED,
     SERVED,
 )
-from chitu.http.body_decoder import (
-    ABORT,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MAX_FIELD_BYTES,
-    MAX_TOOLS_BYTES,
-    RERANK,
-    RESPONSES,
-    SCORE,
-    TOKENIZE,
-    BodyDecoder,
-    abort_decoder,
-    chat_decoder,
-    completion_decoder,
-    count_decoder,
-    detokenize_decoder,
-    embeddings_decoder,
-    messages_decoder,
-    rerank_decoder,
-    responses_decoder,
-    score_decoder,
-    tokenize_decoder,
-    warning_header,
-)
-from chitu.http.body_fields import BODIES, OTHER_NAMES, UNSERVED, Field, fields_of
-from chitu.http.connection import RequestParser
-from chitu.http.limits import HTTPLimits
-from chitu.http.parse import chat_messages, offered_tools, prompts_of
-from chitu.http.responses_chat import chat_of_responses
-from chitu.http.routes import Route, openapi_document
-from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
-from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from chitu.http.ask.chat import chat_messages, offered_tools
+from chitu.http.ask.decoder import MAX_FIELD_BYTES, MAX_TOOLS_BYTES, warning_header
+from chitu.http.ask.fields import OTHER_NAMES, Field
+from chitu.http.ask.grammar_fields import grammar_of
+from chitu.http.ask.prompts import prompts_of
+from chitu.http.ask.sampling import output_options, sampling_params
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
+from chitu.http.dialects.openai.bodies import ABORT, CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from chitu.http.dialects.pooled.bodies import EMBEDDINGS, RERANK, SCORE
+from chitu.http.dialects.responses.bodies import RESPONSES
+from chitu.http.dialects.responses.chat import chat_of_responses
+from chitu.http.table import BODIES as TABLE
+from chitu.http.table import DIALECTS
+from chitu.http.wire.connection import RequestParser
+from chitu.http.wire.limits import HTTPLimits
+from chitu.http.wire.routes import Route
+from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_PRIORITY
 from chitu.tokenizer import StopScanner
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "a"}
-DECODERS: dict[str, BodyDecoder[Any]] = {
-    COMPLETIONS: completion_decoder,
-    CHAT: chat_decoder,
-    TOKENIZE: tokenize_decoder,
-    DETOKENIZE: detokenize_decoder,
-    ABORT: abort_decoder,
-    RESPONSES: responses_decoder,
-    MESSAGES: messages_decoder,
-    COUNT_TOKENS: count_decoder,
-    EMBEDDINGS: embeddings_decoder,
-    SCORE: score_decoder,
-    RERANK: rerank_decoder,
-}
+DECODERS = {route: TABLE.decoder(body) for route, body in TABLE.bodies.items()}
+BODIES, fields_of = TABLE.bodies, TABLE.fields.__getitem__
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": [USER]},
@@ -127,7 +98,7 @@ def every(effect: str) -> list[Any]:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_a_field_is_in_the_bodys_struct_or_once_in_the_table(route: str) -> None:
-    names = [row[0] for routes, _, rows in UNSERVED if route in routes for row in rows]
+    names = [row[0] for each in DIALECTS for routes, _, rows in each.unserved if route in routes for row in rows]
     served = {field.name for field in fields_of(route).values() if field.effect == SERVED}
     assert len(names) == len(set(names)) and served.isdisjoint(names)
     # A refused or ineffective field is not in a body's own struct: the route would have to look at it.
@@ -187,7 +158,7 @@ def test_the_page_of_all_fields_is_that_of_the_table() -> None:
 
 
 def test_the_openapi_document_has_the_same_fields() -> None:
-    schemas = openapi_document("0", [Route("POST", path, None) for path in BODIES])["components"]["schemas"]
+    schemas = openapi_document("0", [Route("POST", path, None) for path in BODIES], TABLE)["components"]["schemas"]
     json.dumps(schemas)
     for route, body in BODIES.items():
         schema = schemas[body.__name__]
@@ -511,11 +482,11 @@ def read(decoder: Any, body: Any) -> Any:
     """Read everything that is made of a body's fields before anything is tokenised."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     decoded = decoder.decode(raw)
-    if decoder is completion_decoder:
+    if decoder is DECODERS[COMPLETIONS]:
         prompts_of(decoded.prompt, "prompt")
     if getattr(decoded, "messages", None) is not None:
         chat_messages(decoded.messages)
-    if decoder in (completion_decoder, chat_decoder):
+    if decoder in (DECODERS[COMPLETIONS], DECODERS[CHAT]):
         sampling_params(decoded, output_options(decoded), 1, VOCAB)
     return decoded
 
@@ -526,78 +497,83 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 BOUNDS = {
     # name: (decoder, a body of size n, the bound, the field that the error names)
-    "stops": (completion_decoder, lambda n: completion(stop=["ab"] * n), MAX_STOPS, "stop"),
-    "one stop": (completion_decoder, lambda n: completion(stop="a" * n), MAX_STOP_CHARS, "stop"),
-    "a stop of several": (completion_decoder, lambda n: completion(stop=["b", "é" * n]), MAX_STOP_CHARS, "stop[1]"),
+    "stops": (DECODERS[COMPLETIONS], lambda n: completion(stop=["ab"] * n), MAX_STOPS, "stop"),
+    "one stop": (DECODERS[COMPLETIONS], lambda n: completion(stop="a" * n), MAX_STOP_CHARS, "stop"),
+    "a stop of several": (DECODERS[COMPLETIONS], lambda n: completion(stop=["b", "é" * n]), MAX_STOP_CHARS, "stop[1]"),
     "stop ids": (
-        completion_decoder,
+        DECODERS[COMPLETIONS],
         lambda n: completion(stop_token_ids=[5] * n),
         MAX_STOP_TOKEN_IDS,
         "stop_token_ids",
     ),
     "biases": (
-        completion_decoder,
+        DECODERS[COMPLETIONS],
         lambda n: completion(logit_bias={str(i): -100 for i in range(n)}),
         MAX_LOGIT_BIAS,
         "logit_bias",
     ),
     "allowed ids": (
-        completion_decoder,
+        DECODERS[COMPLETIONS],
         lambda n: completion(allowed_token_ids=[5] * n),
         MAX_ALLOWED_TOKEN_IDS,
         "allowed_token_ids",
     ),
-    "bad words": (chat_decoder, lambda n: {"messages": [USER], "bad_words": ["a"] * n}, MAX_BAD_WORDS, "bad_words"),
-    "a bad word": (completion_decoder, lambda n: completion(bad_words=["b", "a" * n]), MAX_WORD_CHARS, "bad_words[1]"),
-    "choices": (completion_decoder, lambda n: completion(n=n), MAX_N, "n"),
-    "texts": (completion_decoder, lambda n: {"prompt": ["a"] * n}, MAX_PROMPTS, "prompt"),
-    "lists of ids": (completion_decoder, lambda n: {"prompt": [[1]] * n}, MAX_PROMPTS, "prompt"),
-    "tools": (chat_decoder, lambda n: {"messages": [USER], "tools": [TOOL] * n}, MAX_TOOLS, "tools"),
+    "bad words": (DECODERS[CHAT], lambda n: {"messages": [USER], "bad_words": ["a"] * n}, MAX_BAD_WORDS, "bad_words"),
+    "a bad word": (
+        DECODERS[COMPLETIONS],
+        lambda n: completion(bad_words=["b", "a" * n]),
+        MAX_WORD_CHARS,
+        "bad_words[1]",
+    ),
+    "choices": (DECODERS[COMPLETIONS], lambda n: completion(n=n), MAX_N, "n"),
+    "texts": (DECODERS[COMPLETIONS], lambda n: {"prompt": ["a"] * n}, MAX_PROMPTS, "prompt"),
+    "lists of ids": (DECODERS[COMPLETIONS], lambda n: {"prompt": [[1]] * n}, MAX_PROMPTS, "prompt"),
+    "tools": (DECODERS[CHAT], lambda n: {"messages": [USER], "tools": [TOOL] * n}, MAX_TOOLS, "tools"),
     "a tool's name": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a" * n}}]},
         MAX_TOOL_NAME_CHARS,
         "tools[0].function.name",
     ),
     "tool calls": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * n}]},
         MAX_TOOL_CALLS,
         "messages[0].tool_calls",
     ),
     "a call's id": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [{"role": "tool", "content": "4", "tool_call_id": "a" * n}]},
         MAX_ID_CHARS,
         "messages[0].tool_call_id",
     ),
-    "messages": (chat_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
+    "messages": (DECODERS[CHAT], lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
     "parts": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [USER, {"role": "user", "content": [PART] * n}]},
         MAX_PARTS,
         "messages[1].content",
     ),
     "a role": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [{"role": "x" * n, "content": ""}]},
         MAX_ROLE_CHARS,
         "messages[0].role",
     ),
     "a name": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [{"role": "user", "content": "", "name": "x" * n}]},
         MAX_NAME_CHARS,
         "messages[0].name",
     ),
     "variables of a template": (
-        chat_decoder,
+        DECODERS[CHAT],
         lambda n: {"messages": [USER], "chat_template_kwargs": {str(i): i for i in range(n)}},
         MAX_TEMPLATE_KWARGS,
         "chat_template_kwargs",
     ),
-    "messages to tokenize": (tokenize_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
-    "tokens": (detokenize_decoder, lambda n: {"tokens": [1] * n}, MAX_TOKENS, "tokens"),
+    "messages to tokenize": (DECODERS[TOKENIZE], lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
+    "tokens": (DECODERS[DETOKENIZE], lambda n: {"tokens": [1] * n}, MAX_TOKENS, "tokens"),
 }
 
 
@@ -614,22 +590,23 @@ def test_a_list_or_length_is_taken_at_its_bound_and_refused_beyond(name: str) ->
 
 def test_a_priority_is_taken_at_its_bounds_and_refused_beyond() -> None:
     for bound in (-MAX_PRIORITY, MAX_PRIORITY):
-        assert read(completion_decoder, completion(priority=bound)).priority == bound
+        assert read(DECODERS[COMPLETIONS], completion(priority=bound)).priority == bound
         with pytest.raises(InvalidRequest) as raised:
-            read(completion_decoder, completion(priority=bound + (1 if bound > 0 else -1)))
+            read(DECODERS[COMPLETIONS], completion(priority=bound + (1 if bound > 0 else -1)))
         assert raised.value.param == "priority"
 
 
 def test_max_tokens_is_not_judged_beside_the_field_that_overrides_it() -> None:
     assert (
-        read(chat_decoder, {"messages": [USER], "max_tokens": 0, "max_completion_tokens": 5}).max_completion_tokens == 5
+        read(DECODERS[CHAT], {"messages": [USER], "max_tokens": 0, "max_completion_tokens": 5}).max_completion_tokens
+        == 5
     )
 
 
-@pytest.mark.parametrize("decoder", [completion_decoder, chat_decoder, tokenize_decoder, detokenize_decoder])
-def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> None:
-    content = {"prompt", "messages", "tokens"}
-    fields = [name for name in decoder.type.__struct_fields__ if name not in content]
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE])
+def test_of_a_large_body_no_field_but_its_content_may_be_large(route: str) -> None:
+    decoder, content = DECODERS[route], {"prompt", "messages", "tokens"}
+    fields = [name for name in BODIES[route].__struct_fields__ if name not in content]
     padding = " " * LARGE_BODY_BYTES
     for name in fields:
         most = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
@@ -646,27 +623,27 @@ def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> 
 def test_a_large_body_ends_at_its_first_unknown_field() -> None:
     body = b'{"unheard_of":0,"prompt":"a","prompt":%s}' % (b"[" * LARGE_BODY_BYTES)
     with pytest.raises(InvalidRequest) as raised:
-        completion_decoder.decode(body)
+        DECODERS[COMPLETIONS].decode(body)
     assert raised.value.param == "unheard_of"
 
 
 def test_stop_ids_that_come_twice_are_one() -> None:
-    body = completion_decoder.decode(b'{"stop_token_ids":[7,3,7,7,3]}')
+    body = DECODERS[COMPLETIONS].decode(b'{"stop_token_ids":[7,3,7,7,3]}')
     assert sampling_params(body, output_options(body), 1, VOCAB).stop_token_ids == (7, 3)
 
 
 COSTLY = {
-    "lists in prompt": (completion_decoder, '{"prompt":[[],%s[]]}', "[],"),
-    "a text, then lists": (completion_decoder, '{"prompt":["a",%s[]]}', "[],"),
-    "ids, then lists": (completion_decoder, '{"prompt":[1,%s[]]}', "[],"),
-    "objects in prompt": (completion_decoder, '{"prompt":[%s{}]}', "{},"),
-    "objects where none are known": (completion_decoder, '{"guided_json":[%s{}]}', "{},"),
-    "objects in an unknown field": (completion_decoder, '{"unheard_of":[%s{}]}', "{},"),
-    "objects in messages": (chat_decoder, '{"messages":[{"role":"a","tool_calls":[%s{}]}]}', "{},"),
-    "biases": (completion_decoder, '{"logit_bias":{%s"1":1}}', '"2":1,'),
-    "stop ids": (completion_decoder, '{"stop_token_ids":[%s1]}', "1,"),
-    "stops": (completion_decoder, '{"stop":[%s"a"]}', '"",'),
-    "fields": (completion_decoder, "{%s}", '"n":1,'),
+    "lists in prompt": (DECODERS[COMPLETIONS], '{"prompt":[[],%s[]]}', "[],"),
+    "a text, then lists": (DECODERS[COMPLETIONS], '{"prompt":["a",%s[]]}', "[],"),
+    "ids, then lists": (DECODERS[COMPLETIONS], '{"prompt":[1,%s[]]}', "[],"),
+    "objects in prompt": (DECODERS[COMPLETIONS], '{"prompt":[%s{}]}', "{},"),
+    "objects where none are known": (DECODERS[COMPLETIONS], '{"guided_json":[%s{}]}', "{},"),
+    "objects in an unknown field": (DECODERS[COMPLETIONS], '{"unheard_of":[%s{}]}', "{},"),
+    "objects in messages": (DECODERS[CHAT], '{"messages":[{"role":"a","tool_calls":[%s{}]}]}', "{},"),
+    "biases": (DECODERS[COMPLETIONS], '{"logit_bias":{%s"1":1}}', '"2":1,'),
+    "stop ids": (DECODERS[COMPLETIONS], '{"stop_token_ids":[%s1]}', "1,"),
+    "stops": (DECODERS[COMPLETIONS], '{"stop":[%s"a"]}', '"",'),
+    "fields": (DECODERS[COMPLETIONS], "{%s}", '"n":1,'),
 }
 
 
@@ -710,7 +687,7 @@ def test_a_stop_scanner_keeps_no_more_than_its_stop_strings_and_looks_at_each_ch
 def test_prompts_are_made_from_where_they_lie() -> None:
     """A copy of a large body would block the event loop."""
     raw = bytearray(json.dumps({"prompt": ["x" * 40_000] * 100}).encode())
-    body = completion_decoder.decode(raw)
+    body = DECODERS[COMPLETIONS].decode(raw)
     tracemalloc.start()
     try:
         assert prompts_of(body.prompt, "prompt") == ["x" * 40_000] * 100

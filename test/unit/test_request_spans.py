@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, pair, two_pairs
 
-from chitu.http.spans import MAX_CHOICES, RequestSpan, request_span
+from chitu.http.answer.spans import MAX_CHOICES, RequestSpan, request_span
 from chitu.protocol import Finish, TokenBatch
 from chitu.protocol.account import Moments, PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.router.generation import Generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from chitu.http.generate import STARTS_PER_TURN, Starts
+from chitu.http.answer.generate import STARTS_PER_TURN, Starts
 
 
 def test_requests_begin_in_order_a_few_a_turn_and_a_cancelled_one_takes_no_place() -> None:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from chitu.errors import ConfigError, InvalidRequest, MissingDependency
-from chitu.http.answers import WRITE_BYTES, in_pieces, joined
+from chitu.http.wire.pieces import WRITE_BYTES, in_pieces, joined
 from chitu.tokenizer import StopScanner, Tokenizer, words
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.core import CONVERSION_PROBES, require_same_ids

@@ -21,9 +21,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.bodies import ChatBody
-from chitu.http.body_decoder import chat_decoder
-from chitu.http.choice import ChoiceDecoder, Delta
+from chitu.http.answer.choice import ChoiceDecoder, Delta
+from chitu.http.ask.bodies import ChatBody
+from chitu.http.ask.chat import chat_messages, chosen_tools, reasoning_variables
+from chitu.http.ask.parsed import OutputOptions
 from chitu.http.messages.call_formats import (
     HermesParser,
     Llama4Parser,
@@ -42,8 +43,7 @@ from chitu.http.messages.message_parser import (
     ReasoningMarks,
     takes_several_calls,
 )
-from chitu.http.parse import chat_messages, chosen_tools, reasoning_variables
-from chitu.http.sampling_fields import OutputOptions
+from chitu.http.table import BODIES
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate
@@ -615,7 +615,9 @@ KNOWN: dict[str, Any] = {
 
 
 def body(**fields: Any) -> ChatBody:
-    return chat_decoder.decode(json.dumps({"messages": [{"role": "user", "content": "2+2?"}], **fields}).encode())
+    return BODIES.decoder(ChatBody).decode(
+        json.dumps({"messages": [{"role": "user", "content": "2+2?"}], **fields}).encode()
+    )
 
 
 @pytest.mark.parametrize("name", KNOWN)

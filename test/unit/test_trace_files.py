@@ -14,7 +14,7 @@ from support.requests import decode_request, prefill_request
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
-from chitu.http.routes import records_of
+from chitu.http.fleet.trace_routes import records_of
 from chitu.net.threads import ServiceThread
 from chitu.protocol import Fork, KVLayout, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.account import RequestSnapshot

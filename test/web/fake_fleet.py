@@ -11,7 +11,7 @@ from typing import Any
 from chat_page import ChatPage
 from playwright.sync_api import Route
 
-WEB_DIR = Path(__file__).resolve().parents[2] / "chitu" / "http" / "web"
+WEB_DIR = Path(__file__).resolve().parents[2] / "chitu" / "http" / "fleet" / "web"
 URL = "http://fleet.invalid"
 ROLES = {"P": "prefill", "D": "decode", "U": "unified"}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

@@ -1,0 +1,92 @@
+"""What becomes of each field that clients send: behind the decoder, the OpenAPI document and docs/api.md. Pure.
+
+Fields that a route reads are those of its struct (`bodies.py`). The table `UNSERVED` of its API has the others: refused
+ones with the neutral values that ask for nothing, and those without effect, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from chitu.http.ask.bodies import SERVED, Effect
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens", "max_completion_tokens"),
+        ("max_tokens", "max_output_tokens"),
+    ),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "think", "preserve_thinking"), ("chat_template_kwargs.enable_thinking",)
+    ),
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), ("repetition_penalty",)),
+    **dict.fromkeys(("stop", "stop_sequences", "stop_strings"), ("stop", "stop_sequences")),
+    **dict.fromkeys(("grammar", "gbnf"), ("guided_grammar",)),
+    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format", "output_config.format")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort", "thinking")),
+    "temp": ("temperature",),
+    "num_return_sequences": ("n",),
+    "response_format": ("text.format", "output_config.format"),
+    "output_format": ("response_format", "text.format", "output_config.format"),
+    "top_n_tokens": ("top_logprobs", "logprobs"),
+    "messages": ("input",),
+    "input": ("messages", "prompt"),
+    "system": ("messages", "instructions"),
+    "instructions": ("system", "messages"),
+}
+"""Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
+TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
+
+
+class Field(NamedTuple):
+    name: str
+    """Name in the body. A field of a nested object has its path, with `[]` for every entry of a list."""
+    effect: Effect
+    note: str = ""
+    """One line of Markdown: meaning of a served field, the reason of another, or the alternative to it."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides null, with which a refused field asks for nothing and is accepted."""
+
+
+Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
+"""Name, note and, optionally, neutral values."""
+Unserved = tuple[tuple[tuple[str, ...], Effect, tuple[Row, ...]], ...]
+"""Routes, what they do with the fields, and these fields."""
+
+
+def _in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
+    """Yield the fields of a body's struct and of the objects in it, with what their metadata says."""
+    for field in msgspec.structs.fields(struct):
+        name = prefix + field.encode_name
+        told: dict[str, Any] = {}
+        for meta in getattr(field.type, "__metadata__", ()):
+            told |= {"note": meta.description or told.get("note", ""), **(meta.extra or {})}
+        yield Field(name, told.get("effect", SERVED), told.get("note", ""))
+        for nested, dots in _structs_in(field.type, ""):
+            yield from _in_struct(nested, f"{name}{dots}.")
+
+
+def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind, dots
+    inner = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+    for each in inner:
+        yield from _structs_in(each, dots + "[]" if get_origin(kind) is list else dots)
+
+
+def fields_of(struct: type[msgspec.Struct], route: str, unserved: Unserved) -> dict[str, Field]:
+    """Return the fields of a route, whose body the struct is, by name."""
+    fields = {field.name: field for field in _in_struct(struct)}
+    for routes, effect, rows in unserved:
+        if route in routes:
+            fields |= {row[0]: Field(row[0], effect, *row[1:]) for row in rows}
+    return fields
+
+
+def is_neutral(field: Field, value: Any) -> bool:
+    """Return whether a refused field asks for nothing with this value. As in JSON, 0 is not false."""
+    return value is None or any(
+        isinstance(value, bool) == isinstance(known, bool) and value == known for known in field.neutral
+    )

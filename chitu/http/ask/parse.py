@@ -1,0 +1,181 @@
+"""Parsing of a body into a `ParsedRequest`: prompts as token ids, each with its sampling, and output options. Pure.
+
+Bodies of other APIs are chats in other words (`translation.py`). Part of `BodyWork`; every error is returned to the
+client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, Tool
+from chitu.http.ask.chat import ChosenTools, chat_messages, chosen_tools, reasoning_variables, template_variables
+from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
+from chitu.http.ask.prompts import prompts_of
+from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, AskedAnswer, Rules
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.ask.translation import Translation
+from chitu.http.messages.call_formats import grammar_of_calls
+from chitu.protocol import RequestOptions, pack_i32
+from chitu.router.costs import NO_SLO, SLO
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    variables: dict[str, Any]
+    """Variables of the chat template."""
+    tools: ChosenTools
+    adapter: str
+    """Name of the LoRA adapter; empty: the model alone."""
+
+
+class BodyParser:
+    """Parser of bodies for one model. `warnings` gets sentences about what has no effect."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+
+    def completion(self, body: CompletionBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
+        adapter = self.model.adapter_of(body.model)
+        given = prompts_of(body.prompt, "prompt")
+        rules = Rules(DEFAULT_COMPLETION_TOKENS, body.add_special_tokens is not False)
+        parsed = self._parsed(body, given, rules, context, warnings)
+        parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
+        return parsed
+
+    def translated(
+        self, translation: Translation, context: ParseContext, warnings: list[str], caps: bool = False
+    ) -> ParsedRequest:
+        """Parse a chat that was made of another body, whose answer always has its usage. `caps`: see `chat`."""
+        names = translation.names
+        try:
+            parsed = self.chat(translation.chat, context, warnings, caps, translation.enforced)
+        except InvalidRequest as error:
+            raise names.renamed(error) from None
+        if parsed.grammar_param is not None:
+            parsed.grammar_param = names.of(parsed.grammar_param)
+        parsed.call_schemas = tuple(
+            [
+                schema._replace(param=own, has_places=names.of(f"{schema.param}.x") != own)
+                for schema in parsed.call_schemas
+                for own in (names.of(schema.param),)
+            ]
+        )
+        parsed.options.include_usage = True
+        return parsed
+
+    def rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
+        adapter = self.model.adapter_of(body.model)
+        variables = {
+            **reasoning_variables(body.reasoning_effort, self.model.tokenizer.template_variables),
+            **template_variables(body.chat_template_kwargs),
+        }
+        tools = chosen_tools(body)
+        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered)
+        return RenderedChat(text, variables, tools, adapter)
+
+    def chat(
+        self,
+        body: ChatBody,
+        context: ParseContext,
+        warnings: list[str],
+        caps: bool = False,
+        enforced: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    ) -> ParsedRequest:
+        """`caps`: more tokens than the rest of the context are no error, but cut to it. `enforced`: see
+        `Translation`."""
+        text, variables, tools, adapter = self.rendered(body, warnings)
+        plan, calls, schemas = self.model.message_plan(body, text, tools.offered), None, []
+        if tools.enforced and plan is not None and plan.calls is not None:
+            schemas = _call_schemas(body.tools or (), tools)
+            followed = [_as_enforced(tool, enforced) for tool in tools.enforced]
+            params = [schema.param for schema in schemas]
+            calls = grammar_of_calls(plan.calls, followed, params, plan.is_parallel, tools.is_required)
+            plan = plan._replace(is_enforced=True)
+        reasoning = plan.reasoning_ahead(text) if plan is not None else None
+        if variables.get("enable_thinking") is False:
+            reasoning = None
+        param = "tool_choice" if tools.is_required else "tools"
+        rules = Rules(None, bool(body.add_special_tokens), None if calls is None else (calls, param), reasoning, caps)
+        parsed = self._parsed(body, [text], rules, context, warnings)
+        if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
+            # The grammar holds from the first token on, so there is no reasoning.
+            plan = plan._replace(reasoning=None, is_reasoning=False)
+        parsed.plan = plan
+        parsed.call_schemas = tuple(schemas)
+        parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
+        return parsed
+
+    def _parsed(
+        self,
+        body: GenerationBody,
+        given: Sequence[str] | Sequence[list[int]],
+        rules: Rules,
+        context: ParseContext,
+        warnings: list[str],
+    ) -> ParsedRequest:
+        asked = AskedAnswer(body, rules, self.model, context, len(given))
+        # The prompt of a chat is rendered from its messages.
+        is_chat = rules.default_tokens is None
+        param = "messages" if is_chat else "prompt"
+        prompts: list[Prompt] = []
+        for entry in given:
+            context.require_client()
+            ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, asked.kept)
+            if not ids:
+                raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
+            asked.add(ids, isinstance(entry, str), param)
+            prompts.append(self._prompt(ids, text, rules.add_special_tokens, asked.options))
+            asked.count(len(ids), prompts[-1].echo)
+        return ParsedRequest(
+            *(prompts, asked.samplings, asked.options),
+            asked=RequestOptions(
+                cache_salt=None if body.cache_prompt is False else body.cache_salt or "", priority=body.priority or 0
+            ),
+            slo=NO_SLO if body.slo is None else SLO(body.slo.ttft_s, body.slo.tpot_s),
+            is_chat=is_chat,
+            warnings=warnings,
+            grammar_param=asked.grammar_param,
+            fills_context=asked.fills_context,
+        )
+
+    def _encode(
+        self, given: str | list[int], add_special_tokens: bool, limits: ModelLimits, most: int | None
+    ) -> tuple[list[int], str | None]:
+        """Return a prompt's ids, cut to the last `most`, and its text if they are all of it."""
+        if not isinstance(given, str):
+            text, ids = None, given
+        elif most is None:
+            text, ids = given, self.model.encode(given, add_special_tokens, limits)
+        else:
+            text, ids = given, self.model.encode_to_cut(given, add_special_tokens, limits)
+        if most is not None and len(ids) > most:
+            return self.model.last_tokens(ids, most, text is not None and add_special_tokens), None
+        return ids, text
+
+    def _prompt(self, ids: list[int], text: str | None, add_special_tokens: bool, options: OutputOptions) -> Prompt:
+        prompt = Prompt(pack_i32(ids), len(ids), "")
+        if options.echo and text is not None:
+            prompt.echo = text
+            prompt.num_added = self.model.num_added_tokens(ids) if add_special_tokens else 0
+        elif options.echo:
+            prompt.echo = self.model.tokenizer.decode(ids, options.skip_special_tokens)
+        return prompt
+
+
+def _as_enforced(tool: dict[str, Any], enforced: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    parameters = enforced.get(tool["function"]["name"])
+    return tool if parameters is None else {**tool, "function": {**tool["function"], "parameters": parameters}}
+
+
+def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]:
+    """Return where the schemas of the enforced tools are in the body."""
+    places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(given)}
+    names = [tool["function"]["name"] for tool in tools.enforced]
+    why = "tool_choice enforces calls of {!r}" if tools.is_required else "{!r} is strict"
+    return [CallSchema(places[name], why.format(name)) for name in names]

@@ -1,0 +1,147 @@
+"""What bodies of other APIs than the chats' share on their way to a chat. Pure; part of `BodyWork`.
+
+There is one generation loop, that of chats. A translation makes a chat's body of another body, and gives errors of the
+chat the names of its own fields. What only the other API's own servers can run is left out of the prompt with a
+warning: agents send such tools by default, and can do without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from chitu.errors import ContextLengthExceeded, InvalidRequest
+from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage, Tool, ToolFunction
+
+_TOOL = re.compile(r"tools\[(\d+)\]\.function")
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
+
+
+class FieldNames(NamedTuple):
+    """Names of a chat's fields in another body."""
+
+    patterns: tuple[tuple[re.Pattern[str], str], ...]
+    """Fields of a chat -> the fields that they are made from. The first that matches applies."""
+    tool_places: Sequence[int]
+    """Place, in the other body, of each tool of the chat."""
+    tool_fields: tuple[tuple[str, str], ...] = ()
+    """Fields of a tool -> their own names."""
+    custom_places: Collection[int] = ()
+    """Places of those tools that have a format in the place of parameters."""
+    too_long: str = ""
+    """How the error of too long a prompt begins, if clients look for that."""
+
+    def of(self, param: str) -> str:
+        """Return the own name of a chat's field."""
+        if found := _TOOL.match(param):
+            field, place = param[found.end() :], self.tool_places[int(found[1])]
+            if place in self.custom_places and field.startswith(".parameters"):
+                field = ".format"
+            for name, own in self.tool_fields:
+                field = re.sub(rf"\A\.{name}\b", f".{own}", field)
+            return f"tools[{place}]{field}"
+        for pattern, name in self.patterns:
+            if pattern.match(param):
+                return pattern.sub(name, param)
+        return param
+
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error of the chat with the own name of its field."""
+        param, message = error.param, error.message
+        if param is not None:
+            own = self.of(param)
+            message, param = message.replace(param, own), own
+        if isinstance(error, ContextLengthExceeded):
+            message = self.too_long + message
+        return type(error)(message, param)
+
+
+class Translation(NamedTuple):
+    chat: ChatBody
+    names: FieldNames
+    enforced: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
+
+
+class ContentPart(Protocol):
+    type: str
+    text: str | None
+
+
+def text_of(given: str | Sequence[ContentPart], types: Sequence[str], where: str) -> str:
+    """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. Raise InvalidRequest for a
+    part of another type, and for one without text."""
+    if isinstance(given, str):
+        return given
+    for i, part in enumerate(given):
+        if part.type not in types:
+            known, kind = ", ".join(map(repr, types)), part.type[:40]
+            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind!r}", f"{where}[{i}]")
+        if part.text is None:
+            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
+    return "\n".join([part.text for part in given if part.text is not None])
+
+
+class NamedTool(Protocol):
+    @property
+    def type(self) -> str | None: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+
+ToolT = TypeVar("ToolT", bound=NamedTool)
+
+
+def functions_of(
+    given: Sequence[ToolT],
+    types: Collection[str | None],
+    function_of: Callable[[ToolT, str, int], ToolFunction],
+    warnings: list[str],
+) -> tuple[list[Tool], list[int]]:
+    """Return the tools of a chat for those of these types, and the place of each among those given. `function_of` gets
+    a tool, its name and its place. The prompt leaves out all others, and a warning says so."""
+    tools, places, others = [], [], {}
+    for i, tool in enumerate(given):
+        if tool.type not in types:
+            others[f"tools[{i}]"] = str(tool.type)
+            continue
+        if tool.name is None:
+            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
+        tools.append(Tool("function", function_of(tool, tool.name, i)))
+        places.append(i)
+    if others:
+        warnings.append(left_out(others))
+    return tools, places
+
+
+def left_out(kinds: Mapping[str, str]) -> str:
+    """Return the warning that the prompt does not have what is at these places: kinds of tools by place."""
+    told, places = ", ".join(sorted({kind[:40] for kind in kinds.values()})), [*kinds]
+    where = ", ".join(places[:4]) + (", ..." if len(places) > 4 else "")
+    return f"{where}: this server cannot run {told}, so the prompt leaves it out"
+
+
+def served_effort(effort: str | None, known: Collection[str], param: str, warnings: list[str]) -> str | None:
+    """Return the effort of reasoning. If the chat template, which reads `known`, has no such choice: None, with a
+    warning, since agents send an effort whatever the model is."""
+    if effort not in EFFORTS or effort == "none" or any(name in known for name in _EFFORT_VARIABLES):
+        return effort
+    warnings.append(f"{param}: the model's chat template has no such choice")
+    return None
+
+
+def turn_of(turns: list[ChatMessage], role: str) -> ChatMessage:
+    """Return the last turn if it is of this role, else a new one after it."""
+    if not turns or turns[-1].role != role:
+        turns.append(ChatMessage(role))
+    return turns[-1]
+
+
+def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
+    """Add text to the last turn if it is of this role, else as a turn of its own. A line break joins texts, as it does
+    the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
+    turn = turn_of(turns, role)
+    turn.content = text if not turn.content else f"{turn.content}\n{text}"

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API. `dialect.py` says all of it."""

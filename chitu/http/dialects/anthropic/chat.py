@@ -1,0 +1,202 @@
+"""A chat's body made of one of Anthropic's Messages API. Pure; part of `BodyWork`.
+
+Blocks become what a chat has: `tool_use` the calls of an assistant's message, `tool_result` messages of the role
+`tool`, `thinking` its reasoning, and all text of a turn its content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.ask.bodies import (
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    JsonSchemaFormat,
+    MessageToolCall,
+    ResponseFormat,
+    ToolFunction,
+)
+from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, served_effort, text_of, turn_of
+from chitu.http.dialects.anthropic.bodies import (
+    CHOICE_TYPES,
+    THINKING_TYPES,
+    AnthropicMessage,
+    CountTokensBody,
+    MessagesBlock,
+    MessagesBody,
+    MessagesTextPart,
+    MessagesTool,
+    MessagesToolChoice,
+)
+
+_NAMES = (
+    (re.compile(r"messages(?=\[|\.|\Z).*"), "messages"),
+    (re.compile(r"max_completion_tokens"), "max_tokens"),
+    (re.compile(r"stop\Z"), "stop_sequences"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
+    (re.compile(r"response_format(\.json_schema)?"), "output_config.format"),
+    (re.compile(r"tool_choice\.function"), "tool_choice"),
+    (re.compile(r"parallel_tool_calls"), "tool_choice.disable_parallel_tool_use"),
+)
+_TOOL_FIELDS = (("parameters", "input_schema"),)
+TOO_LONG = "prompt is too long: "
+"""Agents that find these words in an error shorten their conversation."""
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off."""
+_TYPES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""Types of blocks by role."""
+
+
+def chat_of_messages(
+    body: CountTokensBody, variables: Collection[str], reasons: bool, warnings: list[str]
+) -> Translation:
+    """Return the chat. `variables`: what its template reads; `reasons`: whether it knows of reasoning. Raise
+    InvalidRequest for what is neither text nor calls; `warnings` gets a sentence about what has no effect."""
+    tools, places = functions_of(body.tools or [], (None, "custom"), _function, warnings)
+    kwargs = {**_thinking(body, variables, reasons, warnings), **(body.chat_template_kwargs or {})}
+    thinking, config = body.thinking, body.output_config
+    chat = ChatBody(
+        model=body.model,
+        messages=_turns(body),
+        tools=tools,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
+        chat_template_kwargs=kwargs or None,
+        include_reasoning=thinking is None or thinking.display != "omitted",
+    )
+    if config is not None:
+        chat.reasoning_effort = served_effort(config.effort, variables, "output_config.effort", warnings)
+        if config.format is not None:
+            if config.format.type != "json_schema":
+                raise InvalidRequest("output_config.format.type must be json_schema", "output_config.format.type")
+            chat.response_format = ResponseFormat("json_schema", JsonSchemaFormat(config.format.schema))
+    if isinstance(body, MessagesBody):
+        chat.max_completion_tokens = body.max_tokens
+        chat.stop, chat.stream = body.stop_sequences or None, body.stream
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.cache_salt = body.cache_salt
+        chat.return_proof, chat.return_receipt = body.return_proof or body.return_token_ids, body.return_receipt
+        chat.return_token_ids = body.return_token_ids
+    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
+
+
+def _function(tool: MessagesTool, name: str, place: int) -> ToolFunction:
+    return ToolFunction(name, tool.description, tool.input_schema, tool.strict)
+
+
+def _choice(given: MessagesToolChoice | None) -> ChosenTool | str | None:
+    if given is None:
+        return None
+    if given.type not in CHOICE_TYPES:
+        raise InvalidRequest(f"tool_choice.type must be one of {', '.join(CHOICE_TYPES)}", "tool_choice.type")
+    if given.type != "tool":
+        return "required" if given.type == "any" else given.type
+    if given.name is None:
+        raise InvalidRequest("tool_choice.name is required with the type tool", "tool_choice.name")
+    return ChosenTool("function", ChosenFunction(given.name))
+
+
+def _thinking(body: CountTokensBody, known: Collection[str], reasons: bool, warnings: list[str]) -> dict[str, Any]:
+    """Return `thinking` as variables of a template that reads `known`."""
+    given = body.thinking
+    if given is None:
+        return {}
+    if given.type not in THINKING_TYPES:
+        raise InvalidRequest(f"thinking.type must be one of {', '.join(THINKING_TYPES)}", "thinking.type")
+    if given.display not in (None, "summarized", "omitted"):
+        raise InvalidRequest("thinking.display must be summarized or omitted", "thinking.display")
+    wanted = given.type != "disabled"
+    read = {name: wanted for name in THINKING_VARIABLES if name in known}
+    if not read and wanted != reasons:
+        always = "always reasons" if reasons else "does not reason"
+        warnings.append(f"thinking: the model's chat template has no such choice; the model {always}")
+    return read
+
+
+# ------------------------------------------------------------------------------------------------------------ the turns
+
+
+def _turns(body: CountTokensBody) -> list[ChatMessage]:
+    if not body.messages:
+        raise InvalidRequest("messages must hold at least one message", "messages")
+    turns: list[ChatMessage] = []
+    if body.system and (system := _text(body.system, "system")):
+        turns.append(ChatMessage("system", system))
+    for i, message in enumerate(body.messages):
+        _add(turns, message, f"messages[{i}]")
+    if turns[-1].role == "assistant":
+        where = f"messages[{len(body.messages) - 1}]"
+        raise InvalidRequest(
+            f"{where}: an answer to be continued (prefill) is not supported yet; let the user speak last",
+            where,
+        )
+    for turn in turns:
+        if turn.content is None and not turn.tool_calls:
+            turn.content = ""
+    return turns
+
+
+def _add(turns: list[ChatMessage], message: AnthropicMessage, where: str) -> None:
+    """Add a message to the turns. Empty texts are left out."""
+    role, content = message.role, message.content
+    types = _TYPES.get(role)
+    if types is None:
+        raise InvalidRequest(f"{where}.role must be user, assistant or system, not {role[:40]!r}", f"{where}.role")
+    blocks = [MessagesBlock("text", content)] if isinstance(content, str) else content
+    num_turns = len(turns)
+    for j, block in enumerate(blocks):
+        here = f"{where}.content[{j}]"
+        if block.type not in types:
+            raise InvalidRequest(
+                f"{here}.type: {block.type[:40]!r} is not supported of the role {role}", f"{here}.type"
+            )
+        if block.type == "text":
+            if block.text is None:
+                raise InvalidRequest(f"{here}.text is required", f"{here}.text")
+            if block.text:
+                add_text(turns, role, block.text)
+        elif block.type == "tool_result":
+            turns.append(_result(block, here))
+        elif block.type == "tool_use":
+            turn = turn_of(turns, role)
+            turn.tool_calls = [*(turn.tool_calls or ()), _call(block, here)]
+        elif block.thinking:
+            turn = turn_of(turns, role)
+            before = turn.reasoning_content
+            turn.reasoning_content = f"{before}\n{block.thinking}" if before else block.thinking
+    if len(turns) == num_turns and not (turns and turns[-1].role == role):
+        turns.append(ChatMessage(role))
+
+
+def _call(block: MessagesBlock, where: str) -> MessageToolCall:
+    for name in ("id", "name"):
+        if getattr(block, name) is None:
+            raise InvalidRequest(f"{where}.{name} is required", f"{where}.{name}")
+    assert block.name is not None
+    arguments = "{}" if block.input is msgspec.UNSET else bytes(block.input).decode()
+    return MessageToolCall(CalledFunction(block.name, arguments), block.id)
+
+
+def _result(block: MessagesBlock, where: str) -> ChatMessage:
+    if block.tool_use_id is None:
+        raise InvalidRequest(f"{where}.tool_use_id is required", f"{where}.tool_use_id")
+    text = _text(block.content or "", f"{where}.content")
+    return ChatMessage("tool", f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+
+
+def _text(given: str | list[MessagesTextPart], where: str) -> str:
+    """Return the text of parts, without empty ones. Raise InvalidRequest for a part of another type."""
+    text_of(given, ("text",), where)
+    return given if isinstance(given, str) else "\n".join([part.text for part in given if part.text])

@@ -1,0 +1,127 @@
+"""Anthropic's Messages API: a chat whose answer is a list of blocks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.answer.dialect import STATUSES, Dialect, Endpoint
+from chitu.http.answer.formats import AnswerHead
+from chitu.http.ask.bodies import NO_EFFECT, REFUSED
+from chitu.http.ask.fields import Unserved
+from chitu.http.ask.parse import BodyParser
+from chitu.http.ask.parsed import ParseContext, ParsedRequest, TokensAnswer
+from chitu.http.ask.translation import Translation
+from chitu.http.dialects.anthropic.answers import CountTokensReply, MessagesFormat, MessagesReply
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
+from chitu.http.dialects.anthropic.chat import chat_of_messages
+from chitu.http.dialects.anthropic.errors import ERRORS, OVERLOADED
+
+BOTH = (MESSAGES, COUNT_TOKENS)
+UNSERVED: Unserved = (
+    (
+        BOTH,
+        NO_EFFECT,
+        (
+            ("cache_control", "prompts are cached by their tokens"),
+            ("context_management", "the turns stay as they are sent"),
+            ("speed", "there is only one"),
+        ),
+    ),
+    (
+        (MESSAGES,),
+        NO_EFFECT,
+        (
+            ("metadata", ""),
+            ("service_tier", "there is only one"),
+            ("diagnostics", ""),
+        ),
+    ),
+    (
+        BOTH,
+        REFUSED,
+        (
+            ("mcp_servers", "", ([],)),
+            ("billing_policy", ""),
+            ("compaction", ""),
+            ("messages[].content[].source", "images and documents are not supported yet"),
+            ("messages[].content[].title", "documents are not supported yet"),
+            ("messages[].content[].context", "documents are not supported yet"),
+            ("messages[].content[].file_id", "files are not supported yet"),
+            ("messages[].content[].transformations", "images are not supported yet"),
+            ("messages[].content[].content[].source", "images and documents are not supported yet"),
+            ("messages[].content[].content[].title", "documents are not supported yet"),
+            ("messages[].content[].content[].context", "documents are not supported yet"),
+            ("messages[].content[].content[].content", "search results are not supported yet"),
+            ("messages[].content[].content[].transformations", "images are not supported yet"),
+            ("messages[].content[].content[].tool_name", ""),
+            ("messages[].content[].content[].tabs", ""),
+            ("messages[].content[].content[].state_changes", ""),
+        ),
+    ),
+    (
+        (MESSAGES,),
+        REFUSED,
+        (
+            ("container", ""),
+            ("inference_geo", ""),
+            ("fallbacks", "", ([],)),
+            ("fallback_credit_token", ""),
+            ("thread", ""),
+        ),
+    ),
+)
+
+
+def _chat_of(parser: BodyParser, body: CountTokensBody, warnings: list[str]) -> Translation:
+    reasons = parser.model.message_format.reasoning is not None
+    return chat_of_messages(body, parser.model.tokenizer.template_variables, reasons, warnings)
+
+
+def _read(parser: BodyParser, body: MessagesBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
+    return parser.translated(_chat_of(parser, body, warnings), context, warnings, caps=True)
+
+
+def _answer(head: AnswerHead, parsed: ParsedRequest) -> MessagesFormat:
+    return MessagesFormat(head, parsed.fills_context)
+
+
+def _count(parser: BodyParser, body: CountTokensBody, context: ParseContext, warnings: list[str]) -> TokensAnswer:
+    """Return how many tokens the prompt has."""
+    translation = _chat_of(parser, body, warnings)
+    try:
+        text = parser.rendered(translation.chat, warnings).text
+    except InvalidRequest as error:
+        raise translation.names.renamed(error) from None
+    ids = parser.model.encode_counted(text, False, "messages", context.facts.limits, context.require_client)
+    return TokensAnswer(msgspec.json.encode(CountTokensReply(len(ids))), warnings)
+
+
+DIALECT = Dialect(
+    endpoints=(
+        Endpoint(
+            name="messages",
+            path=MESSAGES,
+            body=MessagesBody,
+            read=_read,
+            answer=_answer,
+            id_prefix="msg_",
+            errors=ERRORS,
+            reply=MessagesReply,
+            operation=("Message", "create_message"),
+            statuses=(*STATUSES, OVERLOADED),
+        ),
+        Endpoint(
+            name="count_tokens",
+            path=COUNT_TOKENS,
+            body=CountTokensBody,
+            read=_count,
+            errors=ERRORS,
+            reply=CountTokensReply,
+            operation=("Tokens of a message's prompt", "count_message_tokens"),
+            statuses=(404, 429, OVERLOADED),
+            is_streamed=False,
+        ),
+    ),
+    unserved=UNSERVED,
+)

@@ -1,0 +1,192 @@
+"""OpenAI's completions and chats, with the extensions of vLLM and SGLang, and tokens and aborts beside them."""
+
+from __future__ import annotations
+
+from chitu.http.answer.dialect import Dialect, Endpoint
+from chitu.http.answer.formats import AnswerHead
+from chitu.http.ask.bodies import NO_EFFECT, REFUSED, ChatBody, CompletionBody
+from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.parse import BodyParser
+from chitu.http.ask.parsed import ParsedRequest
+from chitu.http.dialects.openai.answers import ChatFormat, ChatReply, CompletionFormat, CompletionReply
+from chitu.http.dialects.openai.bodies import (
+    ABORT,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    AbortBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from chitu.http.dialects.openai.tokens import detokenize, tokenize
+
+GENERATION = (COMPLETIONS, CHAT)
+UNSERVED: Unserved = (
+    (
+        (CHAT, TOKENIZE),
+        REFUSED,
+        (
+            ("messages[].content[].image_url", TEXT_ONLY),
+            ("messages[].content[].video_url", TEXT_ONLY),
+            ("messages[].content[].audio_url", TEXT_ONLY),
+            ("messages[].content[].input_audio", TEXT_ONLY),
+            ("messages[].content[].file", ""),
+            ("messages[].content[].refusal", ""),
+        ),
+    ),
+    (
+        (ABORT,),
+        REFUSED,
+        (("abort_all", "", (False,)),),
+    ),
+    (
+        GENERATION,
+        NO_EFFECT,
+        (
+            ("user", ""),
+            ("safety_identifier", ""),
+            ("metadata", ""),
+            ("store", "nothing is stored"),
+            ("service_tier", "there is only one"),
+            ("prompt_cache_key", "prompts are cached by their tokens; see `cache_salt`"),
+            ("prompt_cache_retention", ""),
+            ("prompt_cache_options", ""),
+            ("guided_decoding_backend", "there is only one"),
+        ),
+    ),
+    (
+        GENERATION,
+        REFUSED,
+        (
+            ("structured_outputs.whitespace_pattern", "whitespace is a space, or a line break and indentation"),
+            ("structured_outputs.disable_any_whitespace", ""),
+            ("structured_outputs.disable_additional_properties", "set it in the schema"),
+            ("structured_outputs.structural_tag", ""),
+            ("guided_whitespace_pattern", "whitespace is a space, or a line break and indentation"),
+            ("structural_tag", ""),
+            ("json_schema", "see `guided_json`"),
+            ("regex", "see `guided_regex`"),
+            ("ebnf", "see `guided_grammar`"),
+            ("functions", "", ([],)),
+            ("function_call", "", ("none", "auto")),
+            ("stop_regex", "", ([], "")),
+            ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),
+            ("min_new_tokens", "see `min_tokens`", (0,)),
+            ("sampling_seed", "see `seed`"),
+            ("use_beam_search", "", (False,)),
+            ("length_penalty", "", (1,)),
+            ("early_stopping", "", (False,)),
+            ("spaces_between_special_tokens", "", (True,)),
+            ("return_tokens_as_token_ids", "see `return_token_ids`", (False,)),
+            ("return_hidden_states", "", (False,)),
+            ("return_routed_experts", "", (False,)),
+            ("logits_processors", "", ([],)),
+            ("custom_logit_processor", ""),
+            ("custom_params", ""),
+            ("vllm_xargs", ""),
+            ("kv_transfer_params", "the router pairs P and D itself"),
+            ("bootstrap_host", "the router pairs P and D itself"),
+            ("bootstrap_port", "the router pairs P and D itself"),
+            ("bootstrap_room", "the router pairs P and D itself"),
+            ("data_parallel_rank", "the router chooses"),
+            ("lora_path", ""),
+            ("session_params", ""),
+            ("extra_key", "see `cache_salt`", ("",)),
+            ("request_id", "use the header X-Request-Id"),
+            ("rid", "use the header X-Request-Id"),
+            ("repetition_detection", ""),
+            ("moderation", ""),
+            ("extra_body", "client libraries merge it into the body themselves", ({},)),
+        ),
+    ),
+    (
+        (COMPLETIONS,),
+        NO_EFFECT,
+        (("parallel_tool_calls", "there are no tools"),),
+    ),
+    (
+        (COMPLETIONS,),
+        REFUSED,
+        (
+            ("tools", "chat has them", ([],)),
+            ("tool_choice", "", ("none", "auto")),
+            ("suffix", "", ("",)),
+            ("top_logprobs", "see `logprobs`", (0,)),
+            ("prompt_embeds", ""),
+        ),
+    ),
+    (
+        (CHAT,),
+        REFUSED,
+        (
+            ("modalities", "", (["text"],)),
+            ("audio", ""),
+            ("prediction", ""),
+            ("thinking_token_budget", ""),
+            ("stream_reasoning", "", (True,)),
+            ("verbosity", "", ("medium",)),
+            ("web_search_options", ""),
+            ("echo", "completions have it", (False,)),
+            ("documents", "", ([],)),
+            ("mm_processor_kwargs", ""),
+            ("media_io_kwargs", ""),
+        ),
+    ),
+    (
+        (CHAT, TOKENIZE),
+        REFUSED,
+        (
+            ("chat_template", "the model's own is used"),
+            ("continue_final_message", "", (False,)),
+        ),
+    ),
+    (
+        (CHAT,),
+        REFUSED,
+        (("add_generation_prompt", "", (True,)),),
+    ),
+    (
+        (TOKENIZE,),
+        REFUSED,
+        (("mm_processor_kwargs", ""),),
+    ),
+)
+
+
+def _completion(head: AnswerHead, parsed: ParsedRequest) -> CompletionFormat:
+    return CompletionFormat(head, parsed.options)
+
+
+def _chat(head: AnswerHead, parsed: ParsedRequest) -> ChatFormat:
+    return ChatFormat(head, parsed.options)
+
+
+DIALECT = Dialect(
+    endpoints=(
+        Endpoint(
+            name="completion",
+            path=COMPLETIONS,
+            body=CompletionBody,
+            read=BodyParser.completion,
+            answer=_completion,
+            id_prefix="cmpl-",
+            reply=CompletionReply,
+            operation=("Completion", "create_completion"),
+        ),
+        Endpoint(
+            name="chat",
+            path=CHAT,
+            body=ChatBody,
+            read=BodyParser.chat,
+            answer=_chat,
+            id_prefix="chatcmpl-",
+            reply=ChatReply,
+            operation=("Chat completion", "create_chat_completion"),
+        ),
+        Endpoint("tokenize", TOKENIZE, TokenizeBody, tokenize),
+        Endpoint("detokenize", DETOKENIZE, DetokenizeBody, detokenize),
+    ),
+    unserved=UNSERVED,
+    bodies={ABORT: AbortBody},
+)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API. `dialect.py` says all of it."""

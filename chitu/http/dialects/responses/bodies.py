@@ -1,0 +1,242 @@
+"""Request bodies of OpenAI's Responses API (`/v1/responses`), with the rules of `ask/bodies.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from chitu.http.ask.bodies import (
+    CONTENT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    Body,
+    CallId,
+    ChoiceOfTool,
+    Effort,
+    FormatType,
+    GrammarText,
+    NameOfChosen,
+    ObjectText,
+    OneCall,
+    Parameters,
+    RoleText,
+    SentBack,
+    Temperature,
+    TemplateKwargs,
+    TokenCount,
+    ToolName,
+    TopP,
+    Uncached,
+    Unread,
+    Without,
+    documented,
+    ignored,
+    note,
+)
+
+RESPONSES = "/v1/responses"
+ITEM_TYPES = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+)
+PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = (
+    *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+)
+"""Values of `include`. All but the first are of items that no answer of this server has."""
+_OfLeftOutItem = Annotated[Unread, ignored("of an item that is left out of the prompt")]
+_OfLeftOutTool = Annotated[Unread, ignored("of a tool that is left out of the prompt")]
+_AtOnce = Annotated[Unread, ignored("the tool is in the prompt at once")]
+
+
+class InputPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[
+        str,
+        documented(enum=list(PART_TYPES)),
+        note("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
+    ]
+    text: str | None = None
+    annotations: Without = msgspec.UNSET
+    logprobs: Without = msgspec.UNSET
+    prompt_cache_breakpoint: Without = msgspec.UNSET
+    cache_control: Without = msgspec.UNSET
+
+
+_Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Item of any type. Fields that do not belong to its type are not used."""
+
+    type: Annotated[
+        Annotated[str, documented(enum=list(ITEM_TYPES))] | None,
+        note(
+            "`message` (default), `function_call`, `function_call_output`, `custom_tool_call`, "
+            "`custom_tool_call_output`, `reasoning`. Those of tools that run on other servers (`web_search_call`, "
+            "`local_shell_call`, `mcp_call`, ...) are left out of the prompt, and the header X-Chitu-Warning says so"
+        ),
+    ] = None
+    role: Annotated[RoleText | None, note("of a message")] = None
+    content: Annotated[
+        _Parts | None, note("of a message or reasoning: text, or up to 1024 parts, which a line break joins")
+    ] = None
+    call_id: Annotated[CallId | None, note("of a call and its output")] = None
+    name: Annotated[ToolName | None, note("of a call")] = None
+    arguments: Annotated[str | None, note("of a call, JSON")] = None
+    input: Annotated[str | None, note("of a `custom_tool_call`: its text")] = None
+    output: Annotated[_Parts | None, note("of a call's output: text, or parts")] = None
+    encrypted_content: Annotated[
+        str | None, note("of `reasoning` without `content`: its text, if it is of an answer of this server")
+    ] = None
+    id: SentBack = msgspec.UNSET
+    status: SentBack = msgspec.UNSET
+    phase: SentBack = msgspec.UNSET
+    caller: SentBack = msgspec.UNSET
+    namespace: SentBack = msgspec.UNSET
+    summary: SentBack = msgspec.UNSET
+    action: _OfLeftOutItem = msgspec.UNSET
+    result: _OfLeftOutItem = msgspec.UNSET
+    results: _OfLeftOutItem = msgspec.UNSET
+    queries: _OfLeftOutItem = msgspec.UNSET
+    code: _OfLeftOutItem = msgspec.UNSET
+    container_id: _OfLeftOutItem = msgspec.UNSET
+    outputs: _OfLeftOutItem = msgspec.UNSET
+    operation: _OfLeftOutItem = msgspec.UNSET
+    environment: _OfLeftOutItem = msgspec.UNSET
+    execution: _OfLeftOutItem = msgspec.UNSET
+    tools: _OfLeftOutItem = msgspec.UNSET
+    server_label: _OfLeftOutItem = msgspec.UNSET
+    error: _OfLeftOutItem = msgspec.UNSET
+    metadata: Without = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
+
+
+class CustomFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[str, documented(enum=["text", "grammar"]), note("`text` or `grammar`")]
+    syntax: Annotated[Annotated[str, documented(enum=["lark", "regex"])] | None, note("`lark` or `regex`")] = None
+    definition: Annotated[
+        GrammarText | None,
+        note(
+            "calls follow a regular expression; a grammar in Lark is in the prompt alone, and the header "
+            "X-Chitu-Warning says so"
+        ),
+    ] = None
+
+
+class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[
+        str,
+        note(
+            "`function`, or `custom`: a tool that takes text, which the model sees as a function with the argument "
+            "`input`. Any other (`web_search`, `local_shell`, `mcp`, ...) runs on other servers alone: it is left out "
+            "of the prompt, and the header X-Chitu-Warning says so"
+        ),
+    ]
+    name: Annotated[ToolName | None, note("1 to 128 characters, each once; of a function or custom tool")] = None
+    description: str | None = None
+    parameters: Parameters = None
+    strict: Annotated[bool | None, note("as of a chat")] = None
+    format: Annotated[CustomFormat | None, note("of a custom tool; default: any text")] = None
+    cache_control: Uncached = msgspec.UNSET
+    defer_loading: _AtOnce = msgspec.UNSET
+    allowed_callers: _AtOnce = msgspec.UNSET
+    output_schema: Annotated[Unread, ignored("no chat template shows it")] = msgspec.UNSET
+    filters: _OfLeftOutTool = msgspec.UNSET
+    user_location: _OfLeftOutTool = msgspec.UNSET
+    search_context_size: _OfLeftOutTool = msgspec.UNSET
+    search_content_types: _OfLeftOutTool = msgspec.UNSET
+    external_web_access: _OfLeftOutTool = msgspec.UNSET
+    environment: _OfLeftOutTool = msgspec.UNSET
+    execution: _OfLeftOutTool = msgspec.UNSET
+    tools: _OfLeftOutTool = msgspec.UNSET
+    container: _OfLeftOutTool = msgspec.UNSET
+    vector_store_ids: _OfLeftOutTool = msgspec.UNSET
+    max_num_results: _OfLeftOutTool = msgspec.UNSET
+    ranking_options: _OfLeftOutTool = msgspec.UNSET
+    display_width: _OfLeftOutTool = msgspec.UNSET
+    display_height: _OfLeftOutTool = msgspec.UNSET
+    server_label: _OfLeftOutTool = msgspec.UNSET
+    server_url: _OfLeftOutTool = msgspec.UNSET
+    server_description: _OfLeftOutTool = msgspec.UNSET
+    connector_id: _OfLeftOutTool = msgspec.UNSET
+    authorization: _OfLeftOutTool = msgspec.UNSET
+    headers: _OfLeftOutTool = msgspec.UNSET
+    allowed_tools: _OfLeftOutTool = msgspec.UNSET
+    require_approval: _OfLeftOutTool = msgspec.UNSET
+    model: _OfLeftOutTool = msgspec.UNSET
+    size: _OfLeftOutTool = msgspec.UNSET
+    quality: _OfLeftOutTool = msgspec.UNSET
+    output_format: _OfLeftOutTool = msgspec.UNSET
+    output_compression: _OfLeftOutTool = msgspec.UNSET
+    background: _OfLeftOutTool = msgspec.UNSET
+    moderation: _OfLeftOutTool = msgspec.UNSET
+    partial_images: _OfLeftOutTool = msgspec.UNSET
+    input_fidelity: _OfLeftOutTool = msgspec.UNSET
+    action: _OfLeftOutTool = msgspec.UNSET
+
+
+class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[Literal["function", "custom"], note("`function` or `custom`")]
+    name: NameOfChosen
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Annotated[Effort | None, note("as `reasoning_effort` of a chat")] = None
+    summary: Annotated[Unread, ignored("reasoning is returned as it is")] = msgspec.UNSET
+    generate_summary: Annotated[Unread, ignored("the same")] = msgspec.UNSET
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: FormatType
+    schema: Annotated[ObjectText, note("of `json_schema` or `json_object`: the answer follows it")] = msgspec.UNSET
+    name: Annotated[str | None, ignored()] = None
+    description: Annotated[str | None, ignored()] = None
+    strict: Annotated[bool | None, ignored("the answer always follows the schema")] = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Without = msgspec.UNSET
+
+
+class ResponsesBody(Body, kw_only=True):
+    input: Annotated[
+        str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
+        note("text, or 1 to 2048 items: all turns, since nothing is stored"),
+        CONTENT,
+    ] = None
+    instructions: Annotated[str | None, note("a system message before `input`"), CONTENT] = None
+    max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
+    tools: Annotated[Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = (
+        None
+    )
+    tool_choice: Annotated[ResponsesToolChoice | ChoiceOfTool | None, note("as of a chat")] = None
+    parallel_tool_calls: OneCall = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    include: Annotated[
+        list[Annotated[str, documented(enum=list(INCLUDABLE))]] | None,
+        note(
+            "`reasoning.encrypted_content`: reasoning has its text there, too, encoded but not encrypted, for clients "
+            "that send back nothing else of it. What only items of other servers' tools have adds nothing"
+        ),
+    ] = None
+    truncation: Annotated[
+        Annotated[str, documented(enum=["auto", "disabled"])] | None,
+        note("`disabled` (default) or `auto`; with both, an input longer than the context is refused"),
+    ] = None
+    metadata: Annotated[
+        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
+    ] = None
+    chat_template_kwargs: TemplateKwargs = None
+    return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None
+    return_receipt: Annotated[bool | None, note("as of a chat")] = None
+    return_token_ids: Annotated[
+        bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
+    ] = None

@@ -1,0 +1,57 @@
+"""Request bodies of the operator's routes, with the rules of `ask/bodies.py`: drain, role, weights, pause, snapshot."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from chitu.http.ask.bodies import note
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
+    force: Annotated[bool | None, note("true: also if no request could be served afterwards")] = None
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
+    role: Annotated[Literal["prefill", "decode", "unified"], note("the role that it gets")]
+    force: Annotated[bool | None, note("true: also if no request could be served meanwhile")] = None
+
+
+class WeightsBody(msgspec.Struct, forbid_unknown_fields=True):
+    path: Annotated[str, note("folder of safetensors files, by the same absolute path on every instance")]
+    mixed: Annotated[
+        bool | None, note("true: running requests go on with the new weights; otherwise they end before the change")
+    ] = None
+    timeout_s: Annotated[float | None, note("most seconds until all instances serve the weights; 600 by default")] = (
+        None
+    )
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Annotated[
+        Literal["finish", "keep"] | None,
+        note("`finish`, the default: running requests end first; `keep`: they stop where they are"),
+    ] = None
+    timeout_s: Annotated[float | None, note("most seconds until they have ended; 600 by default")] = None
+
+
+class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Has no fields."""
+
+
+class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
+    request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
+
+
+OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/admin/drain": DrainBody,
+    "/admin/role": RoleBody,
+    "/admin/weights": WeightsBody,
+    "/admin/pause": PauseBody,
+    "/admin/resume": ResumeBody,
+    "/admin/snapshot": SnapshotBody,
+}
+"""By route."""

@@ -1,0 +1,100 @@
+"""The operator's calls: drain, roles, caches, weights, pause, snapshots. Loop thread."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from chitu.cluster.cluster import Cluster
+from chitu.config.cluster_key import with_api_keys, with_cluster_key
+from chitu.config.schema import Topology
+from chitu.errors import InvalidRequest
+from chitu.http.answer.kept_requests import KeptRequests
+from chitu.http.ask.reader import read_body
+from chitu.http.fleet.bodies import DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
+from chitu.http.fleet.replies import StatusReply
+from chitu.http.wire.access import Access
+from chitu.http.wire.routes import BINARY, Route, json_response
+from chitu.protocol.admin import DrainReply, RoleReply, WeightsState
+from chitu.types import Role
+
+MAX_CHANGE_S = 86_400.0
+DEFAULT_CHANGE_S = 600.0
+
+
+def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | None, access: Access) -> list[Route]:
+    """Return an operator's calls. `topology`: the running one, with the router's actual ports. `kept`: None if there is
+    no folder of kept requests."""
+
+    async def drain(request: Request) -> Response:
+        """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
+        Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
+        body = await read_body(request, DrainBody)
+        return json_response(await cluster.drain(body.instance, body.force is True))
+
+    async def role(request: Request) -> Response:
+        """Have an instance become a P, a D or a unified instance. It gets no new requests, finishes its own (those that
+        take longer than `deadlines.role_change_s` go on elsewhere), and joins under another name and incarnation; its
+        process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
+        body = await read_body(request, RoleBody)
+        return json_response(await cluster.change_role(body.instance, Role(body.role), body.force is True))
+
+    async def flush_caches(request: Request) -> Response:
+        """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
+        request finds these. The command is part of the cluster view, which is repeated, so every instance receives it:
+        within about a heartbeat `pages_cached` in `GET /cluster` is 0 if nothing runs."""
+        await cluster.flush_caches()
+        return json_response(StatusReply("flushing"))
+
+    async def change_weights(request: Request) -> Response:
+        """Have the cluster compute with the weights in another folder, of a model of the same kind. Every instance
+        reads and checks them first, while requests are served; then new requests wait, running ones end, and all
+        instances change at once, with empty caches. If one cannot, nothing is changed."""
+        body = await read_body(request, WeightsBody)
+        if not body.path.startswith("/"):
+            raise InvalidRequest(f"path: {body.path!r} is no absolute path", "path")
+        state = await cluster.change_weights(body.path, body.mixed is True, _timeout_s(body.timeout_s))
+        return json_response(state)
+
+    async def pause(request: Request) -> Response:
+        """Have new requests wait at all routers, and return when the running ones have ended or, with `keep`, have
+        stopped where they are."""
+        body = await read_body(request, PauseBody)
+        return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
+
+    async def resume(request: Request) -> Response:
+        """End a pause, whichever router was asked for it: requests go on where they are, and those that waited start in
+        their order."""
+        if await request.body():
+            await read_body(request, ResumeBody)
+        return json_response(await cluster.pause("", MAX_CHANGE_S))
+
+    async def take_snapshot(request: Request) -> Response:
+        """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
+        The request runs on."""
+        body = await read_body(request, SnapshotBody)
+        if kept is None:
+            raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
+        return Response(kept.snapshot(body.request_id, access.trace_tenant(request.scope)), media_type=BINARY)
+
+    async def topology_with_ports(request: Request) -> Response:
+        """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
+        of it."""
+        return json_response(with_api_keys(with_cluster_key(topology, ""), ()))
+
+    return [
+        Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
+        Route("POST", "/admin/role", role, RoleReply, (403, 404, 409)),
+        Route("POST", "/admin/cache/flush", flush_caches, StatusReply, (403,)),
+        Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
+        Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),
+        Route("POST", "/admin/resume", resume, WeightsState, (403,)),
+        Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
+        Route("GET", "/admin/topology", topology_with_ports, None, (403,)),
+    ]
+
+
+def _timeout_s(wanted_s: float | None) -> float:
+    if wanted_s is not None and not 0 < wanted_s <= MAX_CHANGE_S:
+        raise InvalidRequest(f"timeout_s: {wanted_s} is not within 0 and {MAX_CHANGE_S:g}", "timeout_s")
+    return DEFAULT_CHANGE_S if wanted_s is None else wanted_s
