@@ -25,7 +25,7 @@ from operator import attrgetter
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import Admit, AppendPages, CopyPage, CopyState, FirstToken, Offload, Restore, StepPlan
 from chitu.instance.core import InstanceCore
-from chitu.instance.load import InstanceLoad
+from chitu.instance.load import LoadMeter
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 
 _HOLDING = (
@@ -116,7 +116,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
 class DecodeManager:
     """The sequences that decode on an instance."""
 
-    def __init__(self, core: InstanceCore, load: InstanceLoad) -> None:
+    def __init__(self, core: InstanceCore, load: LoadMeter) -> None:
         self._config = core.settings.config
         self._load = load
         self._sequences = core.sequences

@@ -35,7 +35,7 @@ class BacklogMeter:
         self._last_s, self._last_work, self._waits = now_s, total_work, waits
 
 
-class InstanceLoad:
+class LoadMeter:
     """The work done by an instance, which its role and managers count, and its load: `report` makes the snapshot that
     heartbeats carry. This one is of a unified instance."""
 
@@ -163,7 +163,7 @@ class InstanceLoad:
         return self._tokens.tokens_sent
 
 
-class PrefillLoad(InstanceLoad):
+class PrefillLoad(LoadMeter):
     decodes = False
 
     def _is_held_by_decoding(self) -> bool:
@@ -176,6 +176,6 @@ class PrefillLoad(InstanceLoad):
         return self.prompt_tokens
 
 
-class DecodeLoad(InstanceLoad):
+class DecodeLoad(LoadMeter):
     def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
         self._backlog.update(now_s, self.admissions, is_waiting)

@@ -1,6 +1,6 @@
 """How long the steps of an instance take: measured, fitted to a line, and used to bound the prompt tokens of a step.
 
-Owned by `InstanceLoad`, step thread only. Each step with prompt tokens is measured, and one in `DECODE_SAMPLES` of
+Owned by `LoadMeter`, step thread only. Each step with prompt tokens is measured, and one in `DECODE_SAMPLES` of
 those without. The two kinds have fits of their own, so that none forgets while only the other kind is computed. A step
 counts from its planning, or from the end of the step before if that was later: with overlap, what a stream waits.
 """

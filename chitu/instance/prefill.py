@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from chitu.engine.executor import CopyState, KeepState, PrefillChunk, StepPlan
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import admit
-from chitu.instance.load import InstanceLoad
+from chitu.instance.load import LoadMeter
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_cache.tiers.pages import PageLoad
 
@@ -67,7 +67,7 @@ class PromptOwner(Protocol):
 class PrefillManager:
     """The prompts that an instance computes for `owner`."""
 
-    def __init__(self, core: InstanceCore, load: InstanceLoad, owner: PromptOwner) -> None:
+    def __init__(self, core: InstanceCore, load: LoadMeter, owner: PromptOwner) -> None:
         self._owner = owner
         self._load = load
         self._config = core.settings.config

@@ -16,7 +16,7 @@ from chitu.errors import ChituError, DecodeLost, Internal, PrefillLost
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import DecodeManager
 from chitu.instance.early import EarlyAdmission
-from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad
+from chitu.instance.load import DecodeLoad, LoadMeter, PrefillLoad
 from chitu.instance.prefill import Chunk, PrefillManager, by_urgency
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_cache.state_row import digest_of
@@ -55,7 +55,7 @@ class InstanceRole(ABC):
     """Whether the instance samples tokens. If not, the logits rows of its prompts go to aux slots."""
     layer_done: LayerCallback | None = None
     """Called after each layer of a step with chunks."""
-    load: InstanceLoad
+    load: LoadMeter
 
     # ------------------------------------------------------------------------------------------------------- a request
 
@@ -201,7 +201,7 @@ class DecodeRole(InstanceRole):
         self.takes = () if receiver is None else (DecodeRequest,)
         if computes:
             self.takes += (UnifiedRequest,)
-        self.load = InstanceLoad(core) if computes else DecodeLoad(core)
+        self.load = LoadMeter(core) if computes else DecodeLoad(core)
         self._decode = DecodeManager(core, self.load)
         self._prefill = PrefillManager(core, self.load, self)
 

@@ -84,7 +84,7 @@ class QueueRate:
 
 
 @dataclass(slots=True)
-class Counts:
+class LoadCounts:
     """Requests of an instance."""
 
     requests: int = 0
@@ -121,11 +121,11 @@ class InstanceLoad:
     newest: LoadReport = field(default_factory=LoadReport)
     reported_s: float = 0.0
     rates: StepRates = PRIOR
-    own: Counts = field(default_factory=Counts)
+    own: LoadCounts = field(default_factory=LoadCounts)
     """Requests of this router: exact."""
-    sent: Counts = field(default_factory=Counts)
+    sent: LoadCounts = field(default_factory=LoadCounts)
     """Those that were sent since the report."""
-    others: Counts = field(default_factory=Counts)
+    others: LoadCounts = field(default_factory=LoadCounts)
     """Requests of other routers: what the report has beyond this router's."""
     _queued: tuple[float, float] = (0.0, 0.0)
     """Prompt tokens that waited or were being computed, and when."""
@@ -148,7 +148,7 @@ class InstanceLoad:
         """Take a report, up to a heartbeat old. `typical` are the rates of an instance that has not measured its own;
         return them anew."""
         self.newest, self.reported_s, self.rates, self._links = load, now_s, _known(load.rates, typical), None
-        self._queued, self.sent = (load.waiting_tokens, now_s), Counts()
+        self._queued, self.sent = (load.waiting_tokens, now_s), LoadCounts()
         present = load.waiting + load.transferring + load.running + load.retracted
         self.others.requests = max(0, present - self.own.requests)
         self.others.tokens = max(0, load.waiting_tokens - self.own.tokens)
