@@ -431,7 +431,6 @@ class RoutedWorld(Cluster):
             attempts = self.router._attempts
             waiting = [attempt for attempt in attempts.rooms.values() if attempt.first_token_s is None]
             assert attempts.num_waiting == len(waiting)
-            assert waiting or attempts.num_new_tokens == 0
         for client in self.clients:
             assert client.end != "step_failed", "KV of another request, or torn"  # stops only its own step
             if client.end == "finished":
