@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def cluster(folders: dict[str, Path]) -> Iterator[LocalCluster]:
     settings = [f"model.path={folders['first']}", "model.served_name=m", "cache.num_pages=600"]
-    settings += ["scheduler.threads=1", "model.max_model_len=512", "cache.host_bytes=4000000"]
+    settings += ["scheduler.threads=1", "model.max_model_len=1400", "cache.host_bytes=4000000"]
     settings += [f"dp_config.router.prefill_schedulers.0.{each}" for each in ("tp_size=2", "devices=[cpu,cpu]")]
     with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
         cluster.wait_ready()
@@ -174,7 +174,7 @@ def test_a_mixed_change_keeps_what_runs_and_says_of_each_token_whose_it_is(
     cluster: LocalCluster, folders: dict[str, Path], references: dict[str, Reference]
 ) -> None:
     (prompt,) = prompts_of(7, 1)
-    body = {"prompt": prompt, "max_tokens": 250, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt, "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True}
     body |= {"return_token_ids": True, "return_proof": True}
     output: list[int] = []
     proof: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def test_a_mixed_change_keeps_what_runs_and_says_of_each_token_whose_it_is(
     (choice,) = proof["choices"]
     (_, later), names = choice["weights"], ("first", "second")
     assert [each["model_hash"] for each in choice["weights"]] == [model_hash(folders[name]) for name in names]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, output) and 0 < later["first_token"] < 250
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, output) and 0 < later["first_token"] < 1000
     assert references["second"].goes_on(references["first"], prompt, output, later["first_token"])
     assert not references["second"].goes_on(references["first"], prompt, output, later["first_token"] + 1)
     # Pages that hold K and V of both are found by nobody.
