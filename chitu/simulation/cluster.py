@@ -38,7 +38,7 @@ from chitu.protocol import (
     ViewMessage,
     scheduler_codec,
 )
-from chitu.router.candidates import InstanceKey, instance_key
+from chitu.router.candidates import InstanceKey
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.simulation.events import Events
 from chitu.simulation.instance import SimulatedInstance
@@ -401,10 +401,6 @@ class SimulatedCluster:
             if instance.name == name:
                 return instance
         raise ConfigError(f"{name} is none of {', '.join(i.name for i in self.members)}")
-
-    def key_of(self, name: str) -> InstanceKey:
-        """Return the router's key of an instance."""
-        return instance_key(self.find(name).info)
 
     def new_incarnation(self) -> int:
         return next(self._incarnations)

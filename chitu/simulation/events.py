@@ -43,9 +43,6 @@ class Events:
         """Call `act` with the values at a virtual moment; in the past means now."""
         heapq.heappush(self._heap, (when_s, next(self._numbers), act, values))
 
-    def after(self, seconds: float, act: Callable[..., object], *values: object) -> None:
-        self.at(self.clock.now_s + seconds, act, *values)
-
     def run(self, goes_on: Callable[[], bool], until_s: float = math.inf) -> None:
         """Let events happen while `goes_on`, at most until a virtual moment."""
         heap, clock = self._heap, self.clock

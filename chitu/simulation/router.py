@@ -28,9 +28,6 @@ from chitu.router.weights import WeightsChange
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
-TICK_S = 0.05
-"""Between two looks at deadlines and leases, as in a router's process."""
-
 
 class RouterWorld(Protocol):
     """What a router needs of the world that it is in."""
@@ -167,7 +164,7 @@ class SimulatedRouter:
         self.requests.on_token_frames([frame])
 
     def tick(self) -> None:
-        """Apply deadlines and leases. Call it every `TICK_S`."""
+        """Apply deadlines and leases. Call it every 50 ms or so."""
         self.coordination.tick()
         self.requests.tick()
         self._drive_weights()
