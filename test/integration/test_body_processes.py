@@ -128,7 +128,7 @@ class World:
         return [child for child in psutil.Process(self.router.pid).children() if is_helper(child)]
 
     def ask(self, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.router.ports["port"], timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.router.ports["port"], timeout=170)
         connection.request("POST", "/v1/completions", body if isinstance(body, bytes) else json.dumps(body))
         response = connection.getresponse()
         answer = response.status, json.loads(response.read())
@@ -230,7 +230,7 @@ def test_a_grammar_that_compiles_for_minutes_costs_its_client_an_error_and_nobod
     assert world.ask(large("h"))[0] == 200, "bodies do not wait for grammars"
     assert not any(future.done() for future in refused)
     for future in refused:
-        status, answer = future.result(120)
+        status, answer = future.result(170)
         assert status == 400 and answer["error"]["param"] == "guided_json", answer
         assert f"more than {GRAMMAR_S:g} s of processor time" in answer["error"]["message"]
     assert world.ask(hostile)[0] == 400
