@@ -150,7 +150,7 @@ def _replace_some(rng: random.Random, node: Any) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    short = [f"{PD}.deadlines.{name}=6" for name in ("bootstrap_s", "queue_s", "transfer_s")]
+    short = [f"{PD}.deadlines.{name}=2" for name in ("bootstrap_s", "queue_s", "transfer_s")]
     overrides = [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", f"{PD}.transport=shm"]
     with LocalCluster(load_topology(None, [*overrides, *short]), entries=FORKED) as cluster:
         cluster.wait_ready()

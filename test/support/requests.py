@@ -95,4 +95,5 @@ def unified_request(
     **fields: Any,
 ) -> UnifiedRequest:
     head = head_of(room, request_id, token_ids, num_emitted=num_emitted, **fields)
-    return UnifiedRequest(head, sampling, forks, token_group, LinkStamp(link))
+    stamp = {"stamp": LinkStamp(link)} if link else {}  # a default is not sent
+    return UnifiedRequest(head, sampling, forks, token_group, **stamp)
