@@ -28,7 +28,7 @@ from support.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.router_client import RouterClient
+from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.curve import derive
 from chitu.protocol import LoadReport, SamplingParams
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -226,7 +226,7 @@ class ChaosCluster:
             pause.wait(STOP_S)
             self.processes.kill(name, signal.SIGCONT)
         elif blow == "change":
-            wait_until(lambda: self.serves(name), 20, lambda: f"{name} does not serve: {self.not_whole()}")
+            wait_until(lambda: self.serves(name), 20, lambda: f"{name} does not serve")
             now = next(i for i in self.snapshot().instances if name in (i.name, i.home))
             if now.home:
                 self.change_role(now.name, Role.PREFILL if name.startswith("P") else Role.DECODE)
@@ -239,8 +239,13 @@ class ChaosCluster:
         self.client.change_role(name, role, force=False)
 
     def serves(self, name: str, at_home: bool = False) -> bool:
-        """Return whether a process serves, as what it was started, or as what it has become."""
-        found = [i for i in self.snapshot().instances if name == i.name or (name == i.home and not at_home)]
+        """Return whether a process serves, as what it was started, or as what it has become, and a router that was
+        started again says so."""
+        try:
+            instances = self.snapshot().instances
+        except RouterUnreachable:
+            return False
+        found = [i for i in instances if name == i.name or (name == i.home and not at_home)]
         return any(i.status == "up" for i in found)
 
     def wait_recovered(self, timeout_s: float) -> float:
