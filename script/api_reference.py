@@ -146,8 +146,8 @@ COMPARISON = (
     (
         "`continue_final_message`",
         "vLLM, SGLang, Anthropic (a last turn of the assistant)",
-        "no",
-        "`/tokenize` renders messages; continue their ids at `/v1/completions`",
+        "yes",
+        "the prompt ends with the last message as it is",
     ),
     (
         "fields that pair P and D: `kv_transfer_params`, `bootstrap_room`",
@@ -203,6 +203,15 @@ A stream gets a comment (a line that begins with a colon, which readers of serve
 leaves with the first event or comment. So a request that is refused, or fails within that time, gets an HTTP status
 that clients can act on; what fails later is an error event in the stream, as after the first event. An answer that is
 not streamed has no such sign of life: a proxy in front must wait as long as it may take, or the client should stream.
+
+APIs accept turns in any order and form, a chat template only some. What a template takes is found once, by rendering
+small chats, and messages get that form: system messages at the start are joined if it takes one; later ones are a
+user's turn at their place if it takes none there; turns of one role in a row are joined, and a user's text behind a
+tool's result is added to the result, where roles must alternate; calls beside content, and several calls, are turns of
+their own if it would leave one out; content is text, or a list of parts; arguments that are no JSON object (of a call
+that was cut off) are text, or within an object; ids of calls are numbered for templates that demand a form, and for
+Kimi-K2. Then every text of the messages must be in the prompt, or the request is refused with its place. Only the
+reasoning of earlier turns may be left out, as most templates do.
 
 The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5 and
 4.7, as MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 and 4 (in JSON or in

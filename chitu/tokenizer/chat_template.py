@@ -5,14 +5,13 @@ A template is code from the checkpoint, so it runs in jinja's immutable sandbox.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -24,11 +23,6 @@ DEFAULT = "default"
 TOOL_USE = "tool_use"
 FAILURES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
 """What a template raises that meets data of an unexpected shape."""
-CallForm = tuple[str | None, bool]
-"""What stands for an empty content beside calls, and whether their arguments are passed as JSON text."""
-CALL_FORMS: tuple[CallForm, ...] = (("", False), (None, False), ("", True), (None, True))
-PROBE = {"id": "call00000", "type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "a"}}}
-PROBE_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
 
 
 class _GenerationTag(Extension):
@@ -62,18 +56,6 @@ def _tojson(
 ) -> str:
     """Return JSON without HTML escapes, unlike jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
-    """Return a message with calls in that form. Arguments that are text already stay so."""
-    empty, is_text = form
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _tojson(arguments)}}
-        if is_text and not isinstance(arguments := call["function"]["arguments"], str)
-        else call
-        for call in message["tool_calls"]
-    ]
-    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -136,9 +118,6 @@ class ChatTemplate:
         trees = map(environment.parse, templates.values())
         self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))
         """Names that the templates read."""
-        self._reads_thinking = "message.thinking" in self.source and "reasoning_content" not in self.source
-        """Reasoning of earlier turns is called `thinking`, as in gpt-oss' template."""
-        self._call_form = functools.cache(self._find_call_form)
 
     def render(
         self,
@@ -159,7 +138,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **variables,
-            "messages": self._with_calls(template, messages, bool(tools)),
+            "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -171,35 +150,3 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template failed on the messages: {type(error).__name__}: {error}", param="messages"
             ) from error
-
-    def _with_calls(
-        self, template: Template, messages: Sequence[Mapping[str, Any]], has_tools: bool
-    ) -> list[Mapping[str, Any]]:
-        """Return the messages, calls in the form in which the template writes them. Raises InvalidRequest if it writes
-        calls, but would leave one out because of the content beside it."""
-        found = []
-        for i, message in enumerate(messages):
-            if message.get("role") == "assistant" and message.get("tool_calls"):
-                form = self._call_form(template, has_tools, bool(message.get("content")))
-                if form is None and message.get("content") and self._call_form(template, has_tools, False) is not None:
-                    where = f"messages[{i}].tool_calls"
-                    raise InvalidRequest(f"{where}: the model's chat template writes no calls beside content", where)
-                message = _in_form(message, form or CALL_FORMS[0])
-            # gpt-oss' template refuses both thinking and content beside a call.
-            if self._reads_thinking and not (message.get("tool_calls") and message.get("content")):
-                message = {**message, **({"thinking": told} if (told := message.get("reasoning_content")) else {})}
-            found.append(message)
-        return found
-
-    def _find_call_form(self, template: Template, has_tools: bool, has_content: bool) -> CallForm | None:
-        """Return the first form in which the template writes a call with its arguments. None if it leaves calls out."""
-        message = {"role": "assistant", "content": "a" if has_content else "", "tool_calls": [PROBE]}
-        given = {"documents": None, **self._special_tokens, "tools": [PROBE_TOOL] if has_tools else None}
-        for form in CALL_FORMS:
-            try:
-                text = template.render(given, messages=[{"role": "user", "content": "a"}, _in_form(message, form)])
-            except (TemplateError, *FAILURES):
-                continue
-            if "probe_name" in text and "probe_key" in text and "'probe_key'" not in text:  # that is Python's, not JSON
-                return form
-        return None

@@ -28,6 +28,7 @@ from chitu.errors import (
     Unauthorized,
 )
 from chitu.http.answer.formats import COMMENT, AnswerHead, Delta, FinishedChoice, UsageCount
+from chitu.http.ask.bodies import ChatMessage
 from chitu.http.ask.chat import chat_messages, chosen_tools
 from chitu.http.ask.translation import Translation
 from chitu.http.dialects.anthropic.answers import SIGNATURE, MessagesFormat
@@ -92,6 +93,13 @@ def test_an_agents_request_is_a_chat_in_which_nothing_is_lost() -> None:
     assert warnings == ["tools[16]: this server cannot run web_search_20250305, so the prompt leaves it out"]
 
 
+def test_a_last_turn_of_the_assistant_is_continued() -> None:
+    begun = translated(messages=[USER, {"role": "assistant", "content": "The answer is ("}]).chat
+    assert begun.continue_final_message and begun.messages is not None
+    assert begun.messages[-1] == ChatMessage("assistant", "The answer is (")
+    assert not translated().chat.continue_final_message
+
+
 def test_turns_of_one_role_are_one_and_empty_texts_are_none() -> None:
     assert turns(
         [
@@ -122,7 +130,6 @@ def test_turns_of_one_role_are_one_and_empty_texts_are_none() -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "assistant", "content": "The answer is ("}]}, "messages[1]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},

@@ -18,6 +18,7 @@ from chitu.grammars.marks import behind_reasoning
 from chitu.grammars.tool_calls import tool_calls_lark
 from chitu.http.ask.bodies import ChatBody
 from chitu.http.ask.served_model import ServedModel
+from chitu.http.ask.turns import ChatTurns
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS
@@ -156,14 +157,15 @@ def test_a_stream_of_calls_is_the_whole_answer_however_it_is_cut(
 
 def test_what_the_template_writes_is_read_and_reasoning_is_sent_back_as_thinking() -> None:
     assert MessageFormat.of(TEMPLATE) == (HarmonyParser, HARMONY)
-    made = ChatTemplate({"default": TEMPLATE}, {})
+    template = ChatTemplate({"default": TEMPLATE}, {})
+    made = ChatTurns(template.render, template.source, template.variables)
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": "ö"}}}]
     turn = {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm."}
-    text = made.render([turn], None, False, {})
+    text = made.prompt([turn], None, {}, False)
     assert read(text.removeprefix(NEXT), [5]) == ("", "Hm.", [("add", '{"a": "ö"}')])
-    text = made.render([{**turn, "content": "Well."}], None, False, {})
-    assert "Hm." not in text, "the model's own template refuses both"
-    answer = made.render([{"role": "assistant", "content": "4.", "reasoning_content": "Hm."}], None, False, {})
+    text = made.prompt([{**turn, "content": "Well."}], None, {}, False)
+    assert "Hm." in text and "Well." in text, "in two turns, since the model's own template refuses both in one"
+    answer = made.prompt([{"role": "assistant", "content": "4.", "reasoning_content": "Hm."}], None, {}, False)
     assert read(answer.removeprefix(NEXT).removesuffix("<|return|>"), [5]) == ("4.", "Hm.", [])
 
 
@@ -238,7 +240,7 @@ def test_channels_are_read_without_tools_too_unless_the_reasoning_is_to_stay() -
     model = SimpleNamespace(
         message_format=MessageFormat.of(TEMPLATE),
         tokenizer=SimpleNamespace(template_variables={"tools"}, special_token_ids={"<|channel|>": 7}),
-        _takes_several_calls=True,
+        turns=SimpleNamespace(takes_several_calls=True),
     )
 
     def made(tools: list[Any] | None = None, **fields: Any) -> MessagePlan | None:

@@ -25,6 +25,7 @@ from chitu.http.answer.choice import ChoiceDecoder, Delta
 from chitu.http.ask.bodies import ChatBody
 from chitu.http.ask.chat import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.ask.parsed import OutputOptions
+from chitu.http.ask.turns import ChatTurns
 from chitu.http.messages.call_formats import (
     HermesParser,
     Llama4Parser,
@@ -41,7 +42,6 @@ from chitu.http.messages.message_parser import (
     MessageFormat,
     MessagePlan,
     ReasoningMarks,
-    takes_several_calls,
 )
 from chitu.http.table import BODIES
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
@@ -597,8 +597,8 @@ def template(name: str) -> ChatTemplate:
     return ChatTemplate({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def render(name: str, messages: list[dict[str, Any]]) -> str:
-    return template(name).render(messages, None, True, {})
+def turns_of(made: ChatTemplate) -> ChatTurns:
+    return ChatTurns(made.render, made.source, made.variables, MessageFormat.of(made.source).calls)
 
 
 TOOL = {
@@ -685,13 +685,9 @@ def official_llama4() -> str:
 
 
 def test_one_call_is_made_where_the_template_takes_no_more_of_an_answer_that_is_sent_back() -> None:
-    several = {name: takes_several_calls(lambda messages, name=name: render(name, messages)) for name in KNOWN}
+    several = {name: turns_of(template(name)).takes_several_calls for name in KNOWN}
     assert several == {name: name != "llama3" for name in KNOWN}
-
-    def refuse(messages: list[dict[str, Any]]) -> None:
-        raise InvalidRequest("no template")
-
-    assert takes_several_calls(refuse), "nothing is known of it"
+    assert turns_of(ChatTemplate({}, {})).takes_several_calls, "nothing is known of it"
 
 
 def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form() -> None:
@@ -699,19 +695,22 @@ def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form() -> No
 
     def prompt(made: ChatTemplate, content: str | None, tools: list[Any] | None = None) -> str:
         turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
-        return made.render(chat_messages(body(messages=turns).messages), tools, True, {})
+        return turns_of(made).prompt(chat_messages(body(messages=turns).messages), tools, {})
 
     deepseek = template("deepseek_r1")
     as_text = '<｜tool▁sep｜>add\n```json\n{"a": "ö"}\n```<｜tool▁call▁end｜>'
     assert as_text in prompt(deepseek, None) and as_text in prompt(deepseek, "")
     simple = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with_tools = "{% for tool in tools %}{% endfor %}{{ messages[1].content + (messages[1].tool_calls | tojson) }}"
+    with_tools = (
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        "{{ messages[0].content + messages[1].content + (messages[1].tool_calls | tojson) }}"
+    )
     named = ChatTemplate({"default": simple, "tool_use": with_tools}, {})
     assert '"arguments": {"a": "ö"}' in prompt(named, "Well.", [TOOL])
-    with pytest.raises(InvalidRequest, match="writes no calls beside content") as raised:
-        prompt(deepseek, "Well.")
-    assert raised.value.param == "messages[1].tool_calls"
-    assert prompt(named, "Well.") == "2+2?Well.", "a template without calls"
+    assert as_text in prompt(deepseek, "Well.") and "Well." in prompt(deepseek, "Well."), "in a turn of its own"
+    with pytest.raises(InvalidRequest, match="would leave it out") as raised:
+        prompt(named, "Well.")
+    assert raised.value.param == "messages[1].tool_calls", "a template without calls"
     broken = ChatTemplate({"default": "{{ raise_exception('no user') }}"}, {})
     with pytest.raises(InvalidRequest, match="no user"):
         prompt(broken, None)

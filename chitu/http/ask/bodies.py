@@ -438,7 +438,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     ] = None
     tool_calls: Annotated[
         Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None,
-        note("up to 128, of an answer that is sent back; a chat template without calls leaves them out"),
+        note("up to 128, of an answer that is sent back; 400 if the chat template has no calls"),
     ] = None
     tool_call_id: Annotated[
         CallId | None, note("up to 16,384 characters: the call that a message of the role `tool` answers")
@@ -482,6 +482,19 @@ ChoiceOfTool = Annotated[str, documented(enum=list(TOOL_CHOICES))]
 Effort = Annotated[str, documented(enum=list(EFFORTS))]
 
 
+Continued = Annotated[
+    bool | None,
+    note(
+        "true: the prompt ends with the text of the last message, which is the `assistant`'s, and the answer is what "
+        "follows it"
+    ),
+]
+Begun = Annotated[
+    bool | None,
+    note("default true, unless `continue_final_message`: with the tokens that precede the model's answer"),
+]
+
+
 class ChatBody(GenerationBody, kw_only=True):
     messages: Messages = None
     logprobs: Annotated[bool | None, note("`true`: with each token its logprob")] = None
@@ -505,6 +518,8 @@ class ChatBody(GenerationBody, kw_only=True):
         ),
     ] = None
     include_reasoning: Annotated[bool | None, note("false: `reasoning_content` is left out; default true")] = None
+    continue_final_message: Continued = None
+    add_generation_prompt: Begun = None
     separate_reasoning: Annotated[
         bool | None,
         note(

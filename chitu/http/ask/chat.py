@@ -129,6 +129,16 @@ def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[di
     ]
 
 
+def end_of_prompt(begins: bool | None, continues: bool | None) -> tuple[bool, bool]:
+    """Return whether a prompt ends with what precedes the model's answer, and whether with its last message. Raise
+    InvalidRequest if it should do both."""
+    if begins and continues:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
+        )
+    return begins is not False and not continues, bool(continues)
+
+
 def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:
     """Return `reasoning_effort` as variables of a template that reads `known`. Raise InvalidRequest for an unknown
     effort, and for any effort except `none` if the template reads no such variable."""

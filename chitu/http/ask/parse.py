@@ -14,7 +14,14 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, Tool
-from chitu.http.ask.chat import ChosenTools, chat_messages, chosen_tools, reasoning_variables, template_variables
+from chitu.http.ask.chat import (
+    ChosenTools,
+    chat_messages,
+    chosen_tools,
+    end_of_prompt,
+    reasoning_variables,
+    template_variables,
+)
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
 from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, AskedAnswer, Rules
@@ -76,7 +83,8 @@ class BodyParser:
             **template_variables(body.chat_template_kwargs),
         }
         tools = chosen_tools(body)
-        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered)
+        begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
+        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered, begins, continues)
         return RenderedChat(text, variables, tools, adapter)
 
     def chat(
@@ -98,7 +106,7 @@ class BodyParser:
             calls = grammar_of_calls(plan.calls, followed, params, plan.is_parallel, tools.is_required)
             plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
-        if variables.get("enable_thinking") is False:
+        if variables.get("enable_thinking") is False or body.continue_final_message:
             reasoning = None
         param = "tool_choice" if tools.is_required else "tools"
         rules = Rules(None, bool(body.add_special_tokens), None if calls is None else (calls, param), reasoning, caps)

@@ -13,8 +13,9 @@ from typing import Any
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.http.ask.bodies import MAX_TOKENS, ChatBody
+from chitu.http.ask.turns import ChatTurns
 from chitu.http.messages.harmony import HarmonyParser
-from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
+from chitu.http.messages.message_parser import MessageFormat, MessagePlan
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.pooling import read_pooling
 from chitu.protocol import KVLayout, SamplingParams
@@ -51,7 +52,10 @@ class ServedModel:
         self.pooling = read_pooling(Path(config.path))
         """What the folder declares for embeddings and scores, or why it cannot be served."""
         self.message_format = MessageFormat.of(tokenizer.template_source)
-        self._takes_several_calls = takes_several_calls(tokenizer.apply_chat_template)
+        self.turns = ChatTurns(
+            *(tokenizer.apply_chat_template, tokenizer.template_source, tokenizer.template_variables),
+            self.message_format.calls,
+        )
         self.created_s = created_s
         self._config_max_len = config.max_model_len
         self._limits: tuple[Candidates, ModelLimits] | None = None
@@ -155,14 +159,15 @@ class ServedModel:
         warnings: list[str],
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
-        """Return a chat as text. InvalidRequest if the template refuses it. Variables that the template does not read
-        are added to `warnings`."""
+        """Return a chat as text; if it `continues`, it ends with its last message. InvalidRequest if the template
+        refuses it. Variables that the template does not read are added to `warnings`."""
         unread = sorted(variables.keys() - self.tokenizer.template_variables)
         if unread:
             names = ", ".join(unread)[:NAMED_CHARS]
             warnings.append(f"chat_template_kwargs: the model's chat template does not read {names}")
-        return self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt, variables)
+        return self.turns.prompt(messages, tools, variables, add_generation_prompt, continues)
 
     def message_plan(self, body: ChatBody, prompt: str, tools: Sequence[dict[str, Any]] | None) -> MessagePlan | None:
         """Return how to parse the answer to a rendered chat; None if all of it is content. `tools`: the offered tools.
@@ -183,7 +188,7 @@ class ServedModel:
         return MessagePlan(
             calls=calls,
             names={tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()},
-            is_parallel=body.parallel_tool_calls is not False and self._takes_several_calls,
+            is_parallel=body.parallel_tool_calls is not False and self.turns.takes_several_calls,
             reasoning=marks,
             is_reasoning=marks is not None and prompt.rstrip().endswith(marks.open),
             shows_reasoning=body.include_reasoning is not False,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -29,7 +29,7 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_objects import Call, Piece, json_text
 from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, CallParser
-from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls, ToolFields
 
 MARK = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -121,6 +121,32 @@ class NamedMistralParser(MistralParser):
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return (f"{MARK}{name}{ARGS}", "") if _PLAIN_NAME.fullmatch(name) else super().written(name)
+
+
+def text_of_calls(parser: type[CallParser], functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls of functions with `name` and `arguments` as a model of this format writes them."""
+    written = []
+    for i, function in enumerate(functions):
+        begin, end = parser.written(function["name"])
+        begin += f"{i}{parser.index_end}" if parser.index_end else ""
+        written.append(begin + _text_of_arguments(function["arguments"], parser.fields) + end)
+    if not parser.has_section:
+        return (parser.separator or "").join(written)
+    calls = (parser.separator or "").join([each.removeprefix(parser.trigger) for each in written])
+    return f"{parser.trigger}{calls}{parser.end_mark}"
+
+
+def _text_of_arguments(given: Any, fields: ToolFields | None) -> str:
+    if isinstance(given, str):
+        return given
+    if fields is None:
+        return msgspec.json.encode(given).decode()
+
+    def text_of(value: Any) -> str:
+        return value if isinstance(value, str) and not fields.separator else msgspec.json.encode(value).decode()
+
+    told = [f"{fields.begin}{key}{fields.middle}{text_of(value)}{fields.end}" for key, value in given.items()]
+    return fields.separator.join(told)
 
 
 def grammar_of_calls(

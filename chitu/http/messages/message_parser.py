@@ -6,9 +6,8 @@ turns.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from chitu.errors import InvalidRequest
 from chitu.http.messages.call_formats import (
     ARGS,
     MARK,
@@ -151,21 +150,6 @@ class MessageFormat(NamedTuple):
         if calls is HarmonyParser:
             return cls(calls, HARMONY)
         return cls(calls, next((marks for marks in MARKS if marks.close in template), None))
-
-
-def takes_several_calls(render: Callable[[list[dict[str, Any]]], object]) -> bool:
-    """Return whether an answer with several calls can be sent back: some templates (Llama 3's) accept only one."""
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-
-    def takes(count: int) -> bool:
-        answer = {"role": "assistant", "content": "", "tool_calls": [call] * count}
-        try:
-            render([{"role": "user", "content": ""}, answer])
-        except InvalidRequest:
-            return False
-        return True
-
-    return takes(2) or not takes(1)
 
 
 class MessagePlan(NamedTuple):

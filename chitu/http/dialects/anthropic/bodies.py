@@ -87,7 +87,10 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Annotated[
         str,
         documented(enum=["user", "assistant", "system"]),
-        note("`user`, `assistant` or `system`; turns of one role in a row are one turn. The last is not `assistant`"),
+        note(
+            "`user`, `assistant` or `system`; turns of one role in a row are one turn. The answer continues a last "
+            "turn of `assistant`"
+        ),
     ]
     content: Annotated[
         str | Annotated[list[MessagesBlock], msgspec.Meta(max_length=MAX_PARTS)],

@@ -67,9 +67,11 @@ def chat_of_messages(
     tools, places = functions_of(body.tools or [], (None, "custom"), _function, warnings)
     kwargs = {**_thinking(body, variables, reasons, warnings), **(body.chat_template_kwargs or {})}
     thinking, config = body.thinking, body.output_config
+    turns = _turns(body)
     chat = ChatBody(
         model=body.model,
-        messages=_turns(body),
+        messages=turns,
+        continue_final_message=turns[-1].role == "assistant",
         tools=tools,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
@@ -136,12 +138,6 @@ def _turns(body: CountTokensBody) -> list[ChatMessage]:
         turns.append(ChatMessage("system", system))
     for i, message in enumerate(body.messages):
         _add(turns, message, f"messages[{i}]")
-    if turns[-1].role == "assistant":
-        where = f"messages[{len(body.messages) - 1}]"
-        raise InvalidRequest(
-            f"{where}: an answer to be continued (prefill) is not supported yet; let the user speak last",
-            where,
-        )
     for turn in turns:
         if turn.content is None and not turn.tool_calls:
             turn.content = ""

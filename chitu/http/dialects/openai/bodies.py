@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chitu.http.ask.bodies import CONTENT, MAX_TOKENS, Body, Messages, TemplateKwargs, TokenId, ToolList, note
+from chitu.http.ask.bodies import (
+    CONTENT,
+    MAX_TOKENS,
+    Begun,
+    Body,
+    Continued,
+    Messages,
+    TemplateKwargs,
+    TokenId,
+    ToolList,
+    note,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -21,9 +32,8 @@ class TokenizeBody(Body, kw_only=True):
     messages: Messages = None
     chat_template_kwargs: TemplateKwargs = None
     tools: ToolList = None
-    add_generation_prompt: Annotated[
-        bool | None, note("for messages; default true: with the tokens that precede the model's answer")
-    ] = None
+    add_generation_prompt: Begun = None
+    continue_final_message: Continued = None
     return_token_strs: Annotated[bool | None, note("`token_strs`: each token's text")] = None
     add_special_tokens: Annotated[
         bool | None, note("default: true for prompts, false for chats (the template has them)")

@@ -136,15 +136,7 @@ UNSERVED: Unserved = (
     (
         (CHAT, TOKENIZE),
         REFUSED,
-        (
-            ("chat_template", "the model's own is used"),
-            ("continue_final_message", "", (False,)),
-        ),
-    ),
-    (
-        (CHAT,),
-        REFUSED,
-        (("add_generation_prompt", "", (True,)),),
+        (("chat_template", "the model's own is used"),),
     ),
     (
         (TOKENIZE,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.chat import chat_messages, offered_tools, template_variables
+from chitu.http.ask.chat import chat_messages, end_of_prompt, offered_tools, template_variables
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, TokensAnswer
 from chitu.http.dialects.openai.bodies import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply
@@ -21,8 +21,9 @@ def tokenize(parser: BodyParser, body: TokenizeBody, context: ParseContext, warn
         text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
     else:
         variables = template_variables(body.chat_template_kwargs)
-        tools, with_start = offered_tools(body.tools), body.add_generation_prompt is not False
-        text = model.render(chat_messages(body.messages), variables, warnings, tools, with_start)
+        begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
+        tools, messages = offered_tools(body.tools), chat_messages(body.messages)
+        text = model.render(messages, variables, warnings, tools, begins, continues)
         param, add_special_tokens = "messages", bool(body.add_special_tokens)
     ids = model.encode_counted(text, add_special_tokens, param, limits, context.require_client)
     answer = TokenizeReply(len(ids), max_len, ids)
