@@ -44,6 +44,9 @@ class ModelConfig(Section, frozen=True):
     the memory; prefill is faster if the CPU has AMX, decode is slower."""
     max_model_len: Positive | None = None
     """Maximum tokens (prompt plus output) of one request; unset: the model's own limit."""
+    sampling_defaults: Literal["model", "none"] = "model"
+    """`model`: a request without temperature, top_p, top_k or repetition_penalty has the one that the checkpoint's
+    generation_config.json publishes. `none`: temperature 1, and no other."""
     code: Literal["auto", "own", "transformers"] = "auto"
     """Code that computes the model: our own, which is faster, or the modules of the installed transformers, which know
     more architectures. `auto`: our own if it has all that the checkpoint asks for."""

@@ -84,7 +84,7 @@ class ModelSpec:
         return ARCHITECTURES[self.architecture].module
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         refuse_lfs_pointer(path)
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Co
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: {folder} is not a folder")
-    config, where = _read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
+    config, where = read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
     architecture = _architecture(config)
     if code == "transformers" or (code == "auto" and architecture not in ARCHITECTURES):
         return _read_generic(folder, config, architecture, where, max_model_len)
@@ -273,11 +273,11 @@ def _groups(num_layers: int, num_kv_heads: int, head_dim: int, latent: LatentSpe
 
 
 def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
-    """Return all eos ids. generation_config.json is used only for this key: requests set their own sampling."""
+    """Return all eos ids. Of generation_config.json also `sampling_defaults.py` reads keys."""
     path, of_generation = folder / "generation_config.json", None
     if path.is_file():
         wanted = Key("tokens", None, nullable=True)
-        of_generation = value_of(_read_json(path), "eos_token_id", wanted, f"model.path: {path}")
+        of_generation = value_of(read_json(path), "eos_token_id", wanted, f"model.path: {path}")
     return tuple(dict.fromkeys(_token_ids(of_generation) + _token_ids(of_config)))
 
 
@@ -294,7 +294,7 @@ def weight_files(path: str | Path) -> list[Path]:
     if single.is_file():
         files = [single]
     elif index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"model.path: {index} has no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
@@ -319,7 +319,7 @@ def model_hash(path: str | Path, code: Literal["own", "transformers"] = "own") -
     """
     folder = Path(path)
     digest = hashlib.sha256()
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     config.pop("transformers_version", None)
     config.pop("_name_or_path", None)
     digest.update(json.dumps(config, sort_keys=True).encode())

@@ -48,7 +48,7 @@ NO_EFFECT: dict[str, str] = {
     "encoders, classifiers, earlier versions": """
         is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
         finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
-    "sampling comes from the request, special tokens from the tokenizer": """
+    "sampling comes from the request or generation_config.json, special tokens from the tokenizer": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
         top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
         bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id

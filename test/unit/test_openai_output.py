@@ -30,7 +30,7 @@ from chitu.http.dialects.responses.bodies import ResponsesBody
 from chitu.http.dialects.responses.chat import Repeated, chat_of_responses, decoded_reasoning, encoded_reasoning
 from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
 from chitu.http.table import BODIES, ENDPOINTS
-from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
+from chitu.protocol import SamplingParams, pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
 
 EOS = 256
@@ -234,7 +234,7 @@ USAGE = UsageCount(3, 4, 1)
 
 
 decode = BODIES.decoder(ResponsesBody).decode
-ECHO = Repeated.of(decode(b'{"input": "a"}'))
+ECHO = Repeated.of(decode(b'{"input": "a"}'), SamplingParams(max_tokens=1))
 HEAD = AnswerHead("id", 1, "m", "resp_")
 
 

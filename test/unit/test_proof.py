@@ -15,14 +15,14 @@ from chitu.http.dialects.responses.answers import ResponsesFormat
 from chitu.http.dialects.responses.bodies import ResponsesBody
 from chitu.http.dialects.responses.chat import Repeated
 from chitu.http.table import BODIES
-from chitu.protocol import Finish, TokenBatch, TransferSums
+from chitu.protocol import Finish, SamplingParams, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
 from chitu.router.generation import Generation
 from chitu.types import Role
 
 STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
 
-ECHO = Repeated.of(BODIES.decoder(ResponsesBody).decode(b'{"input": "a"}'))
+ECHO = Repeated.of(BODIES.decoder(ResponsesBody).decode(b'{"input": "a"}'), SamplingParams(max_tokens=1))
 HEAD = AnswerHead("id", 1, "m")
 
 

@@ -109,9 +109,14 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 TokenCount = Annotated[int, msgspec.Meta(ge=1)]
-Temperature = Annotated[Annotated[float, msgspec.Meta(ge=0, le=2)] | None, note("0 (greedy) to 2; default 1")]
-TopP = Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, note("above 0, to 1; default 1")]
-TopK = Annotated[Annotated[int, msgspec.Meta(ge=-1)] | None, note("1 or more; 0 and -1 are off")]
+Temperature = Annotated[
+    Annotated[float, msgspec.Meta(ge=0, le=2)] | None,
+    note("0 (greedy) to 2; default: the model's (`model.sampling_defaults`), else 1"),
+]
+TopP = Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, note("above 0, to 1; default: the model's, else 1")]
+TopK = Annotated[
+    Annotated[int, msgspec.Meta(ge=-1)] | None, note("1 or more; 0 and -1 are off; default: the model's, else off")
+]
 _NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
 _NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[Annotated[float, msgspec.Meta(ge=-2, le=2)] | None, note("-2 to 2, over emitted tokens")]
@@ -233,7 +238,8 @@ class GenerationBody(Body, kw_only=True):
     top_k: TopK = None
     min_p: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)] | None, note("0 to 1")] = None
     repetition_penalty: Annotated[
-        Annotated[float, msgspec.Meta(gt=0, le=10)] | None, note("above 0, to 10, over prompt and emitted tokens")
+        Annotated[float, msgspec.Meta(gt=0, le=10)] | None,
+        note("above 0, to 10, over prompt and emitted tokens; default: the model's, else 1"),
     ] = None
     min_tokens: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,

@@ -19,12 +19,15 @@ from chitu.http.ask.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Generat
 from chitu.http.ask.grammar_fields import grammar_of
 from chitu.http.ask.parsed import OutputOptions, ParseContext
 from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.models.sampling_defaults import SamplingDefaults
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, Grammar, Reasoning, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat's default is the rest of the context."""
 SEED_MASK = (1 << 63) - 1
 TokenSequences = tuple[tuple[int, ...], ...]
+STANDARD = SamplingDefaults()
+"""Of a model that publishes none."""
 MAX_ID_DIGITS = 20
 """A token id that is given as text has fewer digits than this."""
 
@@ -50,6 +53,7 @@ class AskedAnswer:
         self, body: GenerationBody, rules: Rules, model: ServedModel, context: ParseContext, num_prompts: int
     ) -> None:
         self._body, self._rules, self._model = body, rules, model
+        self._defaults = model.sampling_defaults
         self.options = options = output_options(body)
         wanted = body.max_completion_tokens
         if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
@@ -98,7 +102,7 @@ class AskedAnswer:
         if sampling is None or sampling.max_tokens != max_tokens:
             more_eos, vocab_size = self._model.tokenizer_eos, self.limits.vocab_size
             sampling = sampling_params(
-                body, self.options, max_tokens, vocab_size, more_eos, self._bad_words, self._grammar
+                body, self.options, max_tokens, vocab_size, more_eos, self._bad_words, self._grammar, self._defaults
             )
             _require_a_token(sampling, self._model.eos_ids)
         self.samplings.append(sampling)
@@ -201,15 +205,17 @@ def sampling_params(
     more_eos: tuple[int, ...] = (),
     bad_words: TokenSequences = (),
     grammar: Grammar | None = None,
+    defaults: SamplingDefaults = STANDARD,
 ) -> SamplingParams:
     """Return the sampling parameters, with every default resolved and every id checked. `options` are those of the same
     body. `max_tokens` is already capped by the context. `more_eos` are ids that end a text in addition to D's own eos
-    ids. `bad_words` are token sequences."""
+    ids. `bad_words` are token sequences. `defaults` are the model's."""
     if body.allowed_token_ids == []:
         raise InvalidRequest(
             "allowed_token_ids must not be empty; leave it out to allow all tokens", "allowed_token_ids"
         )
-    min_tokens, top_k, seed, stop_ids = body.min_tokens or 0, body.top_k or 0, body.seed, body.stop_token_ids
+    min_tokens, seed, stop_ids = body.min_tokens or 0, body.seed, body.stop_token_ids
+    top_k = defaults.top_k if body.top_k is None else body.top_k
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
     if more_eos and not body.ignore_eos:
@@ -219,14 +225,14 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_k=0 if top_k < 0 else min(top_k, vocab_size),
-        top_p=body.top_p or 1.0,
+        top_p=body.top_p or defaults.top_p,
         min_p=body.min_p or 0.0,
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
         logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
         stop_token_ids=_token_ids(stop_ids, vocab_size, "stop_token_ids") if stop_ids else (),
         ignore_eos=body.ignore_eos is True,

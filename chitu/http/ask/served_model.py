@@ -18,6 +18,7 @@ from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.pooling import read_pooling
+from chitu.models.sampling_defaults import read_sampling_defaults
 from chitu.protocol import KVLayout, SamplingParams
 from chitu.router.candidates import Candidates
 from chitu.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class ServedModel:
         """Eos ids that only the tokenizer has. D cannot find them by itself, as it reads no tokenizer."""
         self._spec_vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
+        self.sampling_defaults = read_sampling_defaults(config)
         self.pooling = read_pooling(Path(config.path))
         """What the folder declares for embeddings and scores, or why it cannot be served."""
         self.message_format = MessageFormat.of(tokenizer.template_source)

@@ -79,6 +79,8 @@ class ModelReply(msgspec.Struct):
     """Path of the checkpoint or of the adapter."""
     max_model_len: int | None
     """Maximum tokens of a request; null while no instance serves."""
+    sampling_defaults: dict[str, float]
+    """What a request has that leaves out temperature, top_p, top_k or repetition_penalty."""
     parent: str | None
     """Of a LoRA adapter: the name of the model that it adapts. Null for that model."""
 

@@ -42,7 +42,9 @@ def client_routes(
         name, path, parent = (
             (adapter, model.adapters[adapter], model.name) if adapter else (model.name, model.path, None)
         )
-        return ModelReply(name, "model", model.created_s, "chitu", path, max_model_len, parent)
+        return ModelReply(
+            name, "model", model.created_s, "chitu", path, max_model_len, model.sampling_defaults._asdict(), parent
+        )
 
     async def list_models(request: Request) -> Response:
         return json_response(ModelsReply("list", [card(), *map(card, model.adapters)]))

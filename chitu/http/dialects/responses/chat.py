@@ -38,6 +38,7 @@ from chitu.http.dialects.responses.bodies import (
     TextFormat,
 )
 from chitu.http.dialects.responses.custom_tools import arguments_of, custom_function
+from chitu.protocol import SamplingParams
 
 _NAMES = (
     (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
@@ -227,13 +228,13 @@ class Repeated(NamedTuple):
     """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
 
     @classmethod
-    def of(cls, body: ResponsesBody) -> Repeated:
+    def of(cls, body: ResponsesBody, sampling: SamplingParams) -> Repeated:
         fields = {
             "instructions": body.instructions,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "max_output_tokens": body.max_output_tokens,
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],

@@ -61,7 +61,7 @@ UNSERVED: Unserved = (
 def _read(parser: BodyParser, body: ResponsesBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
     translation = chat_of_responses(body, parser.model.tokenizer.template_variables, warnings)
     parsed = parser.translated(translation, context, warnings)
-    parsed.for_answer = Repeated.of(body)
+    parsed.for_answer = Repeated.of(body, parsed.samplings[0])
     return parsed
 
 
