@@ -26,6 +26,7 @@ from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
 from chitu.process.logs import StdoutLog
 from chitu.process.progress import Progress
+from chitu.tokenizer.chat_template import has_chat_template
 from chitu.types import Role
 
 TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
@@ -153,7 +154,10 @@ def greeting(
         )
     if name == TINY_MODEL_NAME:
         path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
-    else:  # not every model has a chat template
+    elif has_chat_template(Path(os.path.expanduser(model.path))):
+        question = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+        path, asked = "chat/completions", f'"temperature": 0, {question}'
+    else:
         path, asked = "completions", '"prompt": "Once upon a time"'
     return (
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}{logs}\n\n"

@@ -92,6 +92,16 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     return templates
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Return whether a model's folder has a template that can be read."""
+    try:
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return DEFAULT in find_templates(folder, config if isinstance(config, dict) else {})
+    except (OSError, ValueError, ConfigError):
+        return False
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -23,7 +23,8 @@ from chitu.cli.arguments import make_parser
 from chitu.cli.unknown_options import INSTANCES, KEYS
 from chitu.config.key_paths import known_keys
 from chitu.config.load import load_topology
-from chitu.launch.display import SIGNALS, PlainDisplay, RichDisplay, make_display, stop_on_signals
+from chitu.config.schema import ModelConfig
+from chitu.launch.display import SIGNALS, PlainDisplay, RichDisplay, greeting, make_display, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,3 +298,11 @@ def test_only_a_terminal_that_can_redraw_is_redrawn(term: str, kind: type, monke
         display.close()
     assert isinstance(display, kind)
     assert isinstance(make_display(io.StringIO()), PlainDisplay)
+
+
+def test_the_first_request_to_copy_is_a_chat_if_the_model_has_a_template(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(tmp_path))
+    assert "/v1/completions" in greeting(model, ["P0", "D0"], "http://a:1", None)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    told = greeting(model, ["P0", "D0"], "http://a:1", None)
+    assert "/v1/chat/completions" in told and '"temperature": 0' in told and "capital of France" in told

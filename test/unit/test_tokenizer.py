@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from chitu.errors import ConfigError, InvalidRequest, MissingDependency
 from chitu.http.wire.pieces import WRITE_BYTES, in_pieces, joined
 from chitu.tokenizer import StopScanner, Tokenizer, words
-from chitu.tokenizer.chat_template import ChatTemplate, find_templates
+from chitu.tokenizer.chat_template import ChatTemplate, find_templates, has_chat_template
 from chitu.tokenizer.core import CONVERSION_PROBES, require_same_ids
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
 from chitu.tokenizer.words import WordEncoder
@@ -610,3 +610,11 @@ def no_letters() -> Backend:
 @pytest.mark.parametrize("make", [other_split, prefix_space, lower_case, word_level, no_letters])
 def test_any_other_tokenizer_is_left_to_the_library(make: Callable[[], Backend]) -> None:
     assert WordEncoder.of(make()) is None
+
+
+def test_a_folder_has_a_chat_template_or_has_none(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path) and not has_chat_template(tmp_path / "missing")
+    config = tmp_path / "tokenizer_config.json"
+    for text, has_one in (("{", False), ("[]", False), ("{}", False), ('{"chat_template": "a"}', True)):
+        config.write_text(text, encoding="utf-8")
+        assert has_chat_template(tmp_path) is has_one, text
