@@ -1,7 +1,8 @@
 """Tools and reasoning with the official client: a real router whose model output is scripted.
 
-The chat template is only calls that are sent back, the last user's message and an eos, and a fake worker repeats its
-prompt: so the answer is the message. The output of real templates is covered by test_tool_calls.py.
+The chat template is calls that are sent back, the last user's message and an eos (`support/scripted_template.py`), and a
+fake worker repeats its prompt: so the answer is the message. The output of real templates is covered by
+test_tool_calls.py.
 """
 
 from __future__ import annotations
@@ -17,16 +18,12 @@ import openai
 import pytest
 from nursery import forked_router
 from support.router_process import RouterUnderTest, wait_until
+from support.scripted_template import SCRIPT_WITH_CALLS
 
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.tokenizer import Tokenizer
 from chitu.tools.make_model import make_model
 
-SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
-{%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}
-{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}
-{%- if message.tool_calls %}{{ message.tool_calls[0].function | tojson }} {% endif %}{% endfor %}
-{{- eos_token }}"""
 WEATHER = {"city": 'Zürich "ZH"', "days": [1, 2]}
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
 SENT = json.dumps({"name": "weather", "arguments": WEATHER}, ensure_ascii=False)
@@ -42,7 +39,7 @@ TOOLS: list[Any] = [
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest]:
     folder = tmp_path_factory.mktemp("scripted")
     model = make_model(folder / "model", family="qwen3")
-    (model / "chat_template.jinja").write_text(SCRIPT, encoding="utf-8")
+    (model / "chat_template.jinja").write_text(SCRIPT_WITH_CALLS, encoding="utf-8")
     tokenizer = Tokenizer.load(model)
     stop = str(tokenizer.encode(tokenizer.special_tokens["eos_token"], add_special_tokens=False)[0])
     with forked_router(folder, model, ("model.served_name=tiny",)) as router:
