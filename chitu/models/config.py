@@ -33,7 +33,7 @@ from chitu.protocol import CacheGroup, StateTensor
 logger = logging.getLogger(__name__)
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
-IGNORED = "%s: ignored, since transformers %s never reads it for this model: %s"
+IGNORED = "%s: these keys are ignored, since transformers %s never reads them for this model: %s"
 MAX_HEADER_BYTES = 100 << 20
 SAMPLES = 64
 """Samples of the weights in a model's hash: 4 KiB each, at least one of each file."""

@@ -35,7 +35,9 @@ REQUIRED: Final = "(required)"
 """Marks a key without default: sizes of tensors, which every published config has."""
 MULTIMODAL = ("text_config", "vision_config", "audio_config", "language_config", "llm_config", "thinker_config")
 LEAST_LIKENESS = 0.75
-"""Likeness, 0 to 1, from which on a known key is named as what was meant."""
+"""Likeness, 0 to 1, from which on a known key is named as what was meant by one that is refused."""
+TYPO_LIKENESS = 0.85
+"""The same for one that is ignored."""
 NO_EFFECT: dict[str, str] = {
     "names, versions and marks of the file's writer": """
         _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
@@ -62,7 +64,7 @@ NO_EFFECT: dict[str, str] = {
 }
 """Reason -> keys that have no effect in any architecture."""
 _WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
-_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attn_implementation": _ATTENTIONS,  # how transformers computes the same
@@ -165,7 +167,7 @@ class Keys:
             named[key] = value if named.get(key) is None else named[key]
         unknown = [key for key in named if key not in self.used and key not in self.only and key not in self.no_effect]
         if unknown:
-            idle = find_idle({key: self._nearest(key) for key in unknown})
+            idle = find_idle({key: self._nearest(key, TYPO_LIKENESS) for key in unknown})
             if others := [key for key in unknown if key not in idle]:
                 raise ConfigError(self._unknown(others[0], where))
         for key, value in named.items():
@@ -174,9 +176,9 @@ class Keys:
                 raise NotByOwnCode(key, f"{where}: {key} {value!r} is not supported (only {values})")
         return {key: value_of(named, key, wanted, where) for key, wanted in self.used.items()}
 
-    def _nearest(self, key: str) -> str:
+    def _nearest(self, key: str, likeness: float = LEAST_LIKENESS) -> str:
         """Return the known key that was probably meant, with some words; empty if there is none."""
-        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=LEAST_LIKENESS)
+        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=likeness)
         return f" (the nearest known one is {near[0]!r})" if near else ""
 
     def _unknown(self, key: str, where: str) -> str:

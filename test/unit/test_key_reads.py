@@ -38,7 +38,6 @@ FOUND: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "bos_token": "<s>",
     "seq_length": 2048,
-    "quantization": {"group_size": 64, "bits": 4},
     "mergekit": [{"a": 1}],
     "lora_config": {"r": 8},
 }
@@ -75,7 +74,8 @@ def test_keys_that_nothing_reads_are_accepted_with_one_line_that_names_them(arch
     (line,) = [record.getMessage() for record in caplog.records]
     for key in ("_model_name_or_path", "unk_token_id", "model_name", "neftune_noise_alpha", "flash_attn", "mergekit"):
         assert f"'{key}'" in line
-    assert "config.json: ignored, since transformers" in line
+    assert "config.json: these keys are ignored, since transformers" in line
+    assert "nearest" not in line
     assert "'gradient_checkpointing'" not in line, "known to have no effect"
 
 
