@@ -50,7 +50,7 @@ def keys_read(keys: Collection[str], model_type: str) -> frozenset[str] | None:
     classes = dict.fromkeys(_shared_files(), _SHARED_CLASSES) | dict.fromkeys(_files_of(own.file.parent), _ANY_CLASS)
     for file, pattern in classes.items():
         source = file.read_text(encoding="utf-8")
-        if mentioned := {key for key in keys if key in source} - found:  # few files have any, so few are parsed
+        if mentioned := {key for key in keys if _has_word(source, key)} - found:  # so few files are parsed
             found |= _Reader(ast.parse(source), pattern).names & mentioned
     return frozenset(found)
 
@@ -74,6 +74,10 @@ def _shared_files() -> Iterator[Path]:
     for file in sorted(library.rglob("*.py")):
         if not OTHER_WORK.match(file.relative_to(library).as_posix()):
             yield file
+
+
+def _has_word(source: str, key: str) -> bool:
+    return key in source and re.search(rf"(?<!\w){re.escape(key)}(?!\w)", source) is not None
 
 
 def _identifiers(node: ast.AST) -> Iterator[str]:
