@@ -7,14 +7,17 @@ strings: a raw line break there is no JSON, but means only one thing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
+_FIELDS = ("reasoning", "content", "calls")
+"""Fields of a message, in the order that it has unless the model wrote another."""
 _OUTSIDE = re.compile(r"[\sA-Za-z0-9.+:,-]*")
 _INSIDE = re.compile(r'[^"\\]*')
 ARGUMENTS = ("arguments", "parameters")
@@ -55,14 +58,30 @@ class MessageDelta(NamedTuple):
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    order: tuple[tuple[str, int], ...] = ()
+    """Runs in the order in which the model wrote them: the name of a field above, and how many of its characters or
+    calls. Empty: reasoning, then content, then calls."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the runs in their order; reasoning as a message."""
+        at = dict.fromkeys(_FIELDS, 0)
+        for kind, size in self.order or ((kind, len(getattr(self, kind))) for kind in _FIELDS):
+            begin = at[kind]
+            at[kind] = end = begin + size
+            if kind == "calls":
+                yield from self.calls[begin:end]
+            elif kind == "content":
+                yield self.content[begin:end]
+            else:
+                yield MessageDelta(reasoning=self.reasoning[begin:end])
 
 
 Piece = str | CallDelta | MessageDelta
 """What a parser emits; text is content."""
 
 
-def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelta:
-    """Return all parts as one: as text (which is content) unless a part is more than text."""
+def joined(parts: Sequence[Piece]) -> str | MessageDelta:
+    """Return all parts as one, in their order: as text (which is content) unless a part is more than text."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "".join(texts)
@@ -70,21 +89,37 @@ def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelt
     reasoning: list[str] = []
     arguments: list[list[str]] = []
     calls: list[CallDelta] = []
+    order: list[tuple[str, int]] = []
+    for piece in _pieces(parts):
+        if isinstance(piece, CallDelta):
+            if calls and calls[-1].place == piece.place:
+                arguments[-1].append(piece.arguments)
+                continue
+            calls.append(piece)
+            arguments.append([piece.arguments])
+            kind, size = "calls", 1
+        elif isinstance(piece, str):
+            content.append(piece)
+            kind, size = "content", len(piece)
+        else:
+            reasoning.append(piece.reasoning)
+            kind, size = "reasoning", len(piece.reasoning)
+        if order and order[-1][0] == kind:
+            order[-1] = (kind, order[-1][1] + size)
+        elif size:
+            order.append((kind, size))
+    whole = tuple([call._replace(arguments="".join(each)) for call, each in zip(calls, arguments, strict=True)])
+    places = [_FIELDS.index(kind) for kind, _ in order]
+    is_plain = all(place < later for place, later in itertools.pairwise(places))
+    return MessageDelta("".join(content), "".join(reasoning), whole, () if is_plain else tuple(order))
+
+
+def _pieces(parts: Sequence[Piece]) -> Iterator[Piece]:
     for part in parts:
-        if isinstance(part, str):
-            content.append(part)
-            continue
         if isinstance(part, MessageDelta):
-            content.append(part.content)
-            reasoning.append(part.reasoning)
-        for call in part.calls if isinstance(part, MessageDelta) else (part,):
-            if calls and calls[-1].place == call.place:
-                arguments[-1].append(call.arguments)
-            else:
-                calls.append(call)
-                arguments.append([call.arguments])
-    whole = [call._replace(arguments="".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
-    return MessageDelta("".join(content), "".join(reasoning), tuple(whole))
+            yield from part.pieces()
+        else:
+            yield part
 
 
 class Found(Enum):
