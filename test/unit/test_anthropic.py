@@ -295,7 +295,9 @@ CALLS = st.builds(
     st.text(min_size=1, max_size=5),
     st.dictionaries(TEXTS, st.recursive(st.none() | st.integers() | TEXTS, st.lists, max_leaves=4), max_size=3),
 )
-PARTS = st.lists(st.one_of(TEXTS, st.builds(MessageDelta, TEXTS, TEXTS, st.lists(CALLS, max_size=2).map(tuple))))
+PARTS = st.lists(
+    st.one_of(TEXTS, st.builds(MessageDelta, TEXTS, TEXTS, st.lists(CALLS, max_size=2).map(tuple), st.just(())))
+)
 ENDS = (("stop", ""), ("stop", "END"), ("length", ""), ("tool_calls", ""))
 
 
@@ -312,18 +314,14 @@ def test_the_events_of_any_message_add_up_to_its_answer(
             num_calls += len(calls)
             part = part._replace(calls=tuple(calls))
         placed.append(part)
-    # A message has its parts in this order (`MessageParser`); otherwise a stream has more blocks than the whole answer.
-    order = [
-        *(MessageDelta(reasoning=part.reasoning) for part in placed if isinstance(part, MessageDelta)),
-        *(part if isinstance(part, str) else MessageDelta(part.content) for part in placed),
-        *(MessageDelta(calls=part.calls) for part in placed if isinstance(part, MessageDelta)),
-    ]
     form = MessagesFormat(HEAD, fills)
-    data = form.opening(0, 30, 16) + b"".join(form.delta(0, Delta(part, [])) for part in order)
+    data = form.opening(0, 30, 16) + b"".join(form.delta(0, Delta(part, [])) for part in placed)
     data += form.last(0, Delta("", [], reason=reason, stop_text=stop)) + form.usage(USAGE) + form.done
     events = events_of(data)
     whole = json.loads(
-        b"".join(MessagesFormat(HEAD, fills).full([FinishedChoice(joined(order), reason, None, stop_text=stop)], USAGE))
+        b"".join(
+            MessagesFormat(HEAD, fills).full([FinishedChoice(joined(placed), reason, None, stop_text=stop)], USAGE)
+        )
     )
     assert accumulated(events) == whole
     assert events[0]["message"]["stop_reason"] is None
@@ -338,6 +336,16 @@ def test_the_events_of_any_message_add_up_to_its_answer(
     for block in whole["content"]:
         if block["type"] == "thinking":
             assert block["signature"] == SIGNATURE and block["thinking"]
+
+
+def test_ids_of_calls_have_the_characters_that_anthropic_permits_and_differ() -> None:
+    given = ("functions.get_w:0", "functions_get_w:0", "toolu_1-a", "é")
+    calls = tuple([CallDelta(i, "{}", name, "get_w") for i, name in enumerate(given)])
+    whole = json.loads(
+        b"".join(MessagesFormat(HEAD, False).full([FinishedChoice(MessageDelta(calls=calls), "stop", None)], USAGE))
+    )
+    ids = [block["id"] for block in whole["content"]]
+    assert ids == ["functions_get_w_0", "functions_get_w_0_", "toolu_1-a", "_"]
 
 
 def test_a_stream_has_all_kinds_of_deltas_and_pings_once_it_has_begun() -> None:

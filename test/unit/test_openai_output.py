@@ -477,10 +477,9 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
     assert last["output"] == list(items.values()) and last["usage"]["total_tokens"] == 7
     if status == "completed":
         assert all(item["status"] == "completed" for item in items.values())
-    # Not streamed: the same content, with one item of each kind unless the kinds alternate.
     answer = json.loads(b"".join(form().full([FinishedChoice(joined(placed), reason, None)], USAGE)))
     assert answer["status"] == status and answer["usage"] == last["usage"]
-    assert set(answer) == set(last)
+    assert set(answer) == set(last) and answer["output"] == last["output"]
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:
