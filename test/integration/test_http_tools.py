@@ -1,7 +1,7 @@
 """Tools and reasoning with the official client: a real router whose model output is scripted.
 
-The chat template is calls that are sent back, the last user's message and an eos (`support/scripted_template.py`), and a
-fake worker repeats its prompt: so the answer is the message. The output of real templates is covered by
+The chat template is calls that are sent back, the last user's message and an eos (`support/scripted_template.py`), and
+a fake worker repeats its prompt: so the answer is the message. The output of real templates is covered by
 test_tool_calls.py.
 """
 

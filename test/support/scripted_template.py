@@ -1,5 +1,5 @@
-"""A chat template by which a fake worker, which repeats its prompt, answers as its test says: the last user's message and
-an eos, behind which is everything else of the chat."""
+"""A chat template by which a fake worker, which repeats its prompt, answers as its test says: the last user's message
+and an eos, behind which is everything else of the chat."""
 
 from __future__ import annotations
 
