@@ -239,7 +239,7 @@ def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.O
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"input": []}, "input"),
-        ({"input": [image]}, "input[0].content[0].image_url"),
+        ({"input": [image]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
         ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),
