@@ -114,6 +114,7 @@ class MessagesBlock(_PartFields, forbid_unknown_fields=True):
     tool: _Replaced = msgspec.UNSET
     tool_changes: _Replaced = msgspec.UNSET
     to: _Replaced = msgspec.UNSET
+    from_: _Replaced = msgspec.field(name="from", default=msgspec.UNSET)
     trigger: _Replaced = msgspec.UNSET
 
 

@@ -47,6 +47,7 @@ UNSERVED: Unserved = (
             ("context_management", "", ([],)),
             ("input[].async", ""),
             ("tools[].async", ""),
+            ("tools[].tools[].async", ""),
             ("reasoning.context", ""),
             ("reasoning.mode", ""),
         ),

@@ -189,9 +189,9 @@ class _ItemReader:
         if item.call_id in self._left_calls:
             self.left.add(where, kind, NOT_RUN)
             return
-        if kind in ("function_call_output", "custom_tool_call_output"):
-            if item.output is None or (item.call_id is None and item.name is None):
-                raise InvalidRequest(f"{where}: a {kind} has a call_id and an output", where)
+        is_given = item.output is not None and not (item.call_id is None and item.name is None)
+        if kind in ("function_call_output", "custom_tool_call_output") and not is_given:
+            raise InvalidRequest(f"{where}: a {kind} has a call_id and an output", where)
         name = None if item.name is None else self._tools.shown_name(item.namespace, item.name)
         text = self._output(item, where)
         self.messages.append(ChatMessage("tool", text, name=name, tool_call_id=_call_id(item)))

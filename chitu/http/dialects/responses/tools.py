@@ -122,19 +122,21 @@ class OfferedTools:
         return tools, custom_places, enforced
 
     def choice(self, given: ResponsesToolChoice | str | None) -> ChosenTool | str | None:
-        """Return the choice of a tool as a chat has it. Raise InvalidRequest if it may be one of several."""
+        """Return the choice of a tool as a chat has it."""
         if not isinstance(given, ResponsesToolChoice):
             return given
-        named = [key for key in self._shown if key[1] == given.name and given.namespace in (None, key[0])]
-        if (given.namespace or "", given.name) in named:
-            named = [(given.namespace or "", given.name)]
-        if len(named) > 1 and given.name not in self.by_name:
-            spaces = ", ".join(repr(key[0]) for key in named)
-            raise InvalidRequest(
-                f"tool_choice: {given.name!r} is in the namespaces {spaces}; give tool_choice.namespace", "tool_choice"
-            )
-        shown = self._shown[named[0]] if len(named) == 1 else self.shown_name(given.namespace, given.name)
-        return ChosenTool("function", ChosenFunction(shown))
+        return ChosenTool("function", ChosenFunction(self.chosen_name(given.namespace, given.name, "tool_choice")))
+
+    def chosen_name(self, namespace: str | None, name: str, where: str) -> str:
+        """Return the name in the prompt of a function that a choice names: by its namespace, by its name alone, or as
+        the prompt has it. Raise InvalidRequest if several namespaces have one of this name."""
+        if namespace is not None or name in self.by_name:
+            return self.shown_name(namespace, name)
+        named = [key for key in self._shown if key[1] == name]
+        if len(named) > 1:
+            told = ", ".join([repr(key[0]) for key in named])
+            raise InvalidRequest(f"{where}: {name!r} is in the namespaces {told}; give {where}.namespace", where)
+        return self._shown[named[0]] if named else name
 
 
 def _offered(given: Iterable[tuple[str, ResponsesTool | LoadedTool]], left: LeftOut) -> Iterator[OfferedTool]:
