@@ -43,7 +43,7 @@ COMPARISON = (
         "`/v1/messages`, `/v1/messages/count_tokens`",
         "Anthropic, vLLM, SGLang, Dynamo (experimental)",
         "yes",
-        "text, tools and thinking; images and documents are refused by name",
+        "text, tools, thinking, and documents that are text; histories may have more (notes)",
     ),
     ("`/tokenize`, `/detokenize`", "vLLM, SGLang, TGI (`/tokenize`)", "yes", ""),
     (
@@ -89,7 +89,7 @@ COMPARISON = (
         "images, sound and video in prompts or answers; speech, transcriptions",
         "OpenAI, Anthropic (images), vLLM, SGLang, Dynamo",
         "no",
-        "this server serves text, and the text part of models that also take images",
+        "this server serves text, and the text part of models that also take images; for histories, see the notes",
     ),
     (
         "`/v1/embeddings`, `/v1/score`, `/v1/rerank`",
@@ -241,7 +241,20 @@ Such tools, and items of an earlier turn that came from them, are left out of th
 `X-Chitu-Warning` says so; to choose one of them is an error. So the Codex CLI works at `/v1/responses` as it is, with a
 model whose chat template calls tools. Its custom tools take text: the model sees a function with the argument `input`,
 and a regular expression of theirs is a pattern of that argument, which calls always follow. A grammar in Lark is in the
-prompt alone, and `X-Chitu-Warning` names it.
+prompt alone, and `X-Chitu-Warning` names it. Its MCP servers are namespaces: the model sees a function `f` of the
+namespace `mcp__x` as `mcp__x__f` (with a number behind it if there is such a name already), and a call has `namespace`
+and `name`, in the answer and in histories. `tool_choice` takes the name alone if only one namespace has it. Tools of
+`additional_tools` and `tool_search_output` are in the prompt as those of `tools` are, and a `tool_search` that the
+client runs is a function.
+
+What agents have in their histories does not end a session. In place of images, sound, files whose bytes are not text,
+and blocks of unknown types, the prompt has a text such as `[image left out: this model takes text alone]`, and
+`X-Chitu-Warning` names the places: in earlier turns, in results of tools, and in the user's text beside such results.
+Only if the last turn is the user's, answers no call and has such a part, the request is refused (400), since the
+question may be about it. Files and documents whose bytes are text are in the prompt. Of the Responses API, calls of
+tools that the client runs (`local_shell_call`, `shell_call`, `apply_patch_call`, `computer_call`, ...) and `mcp_call`
+are calls of functions with their outputs; an output without a call before it is text of the user. `item_reference` is
+refused, since nothing is stored.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

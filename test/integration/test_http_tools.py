@@ -221,6 +221,25 @@ def test_a_turn_of_responses_is_sent_back_as_it_came(client: openai.OpenAI) -> N
     assert second.output_text == f"{SENT} It is cold."
 
 
+def test_a_function_of_a_namespace_is_called_by_its_name_and_a_screenshot_may_be_its_output(
+    client: openai.OpenAI,
+) -> None:
+    group: Any = {"type": "namespace", "name": "mcp__sky", "description": "Skies.", "tools": OWN_TOOLS}
+    asked: dict[str, Any] = {"model": "tiny", "tools": [group, *OWN_TOOLS]}
+    text = CALL.replace('"weather"', '"mcp__sky__weather"')
+    with client.responses.stream(**asked, input=text) as stream:
+        final = stream.get_final_response()
+    for answer in (client.responses.create(**asked, input=text), final):
+        [call] = answer.output
+        assert (call.type, call.namespace, call.name) == ("function_call", "mcp__sky", "weather")
+        assert json.loads(call.arguments) == WEATHER
+    image: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": [image]}
+    turns = [{"role": "user", "content": text}, *final.output, told, {"role": "user", "content": "So?"}]
+    raw = client.responses.with_raw_response.create(**asked, input=turns)
+    assert raw.parse().output_text and "input[2].output[0]: this server serves text" in raw.headers["x-chitu-warning"]
+
+
 def test_a_response_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "input": "one two three four five six", "max_output_tokens": 3}
     whole = client.responses.create(**body)
@@ -236,7 +255,7 @@ def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.O
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"input": []}, "input"),
-        ({"input": [image]}, "input[0].content[0].image_url"),
+        ({"input": [image]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
         ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),

@@ -7,7 +7,7 @@ import re
 import runpy
 import tracemalloc
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import openai.types.chat as chat_types
@@ -132,11 +132,11 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
         assert {prefix + name for name in param.__annotations__} <= set(table)
     table = fields_of(RESPONSES)
     for prefix, param in (
-        ("input[].", responses.EasyInputMessageParam),
-        ("input[].", responses.ResponseOutputMessageParam),
-        ("input[].", responses.ResponseFunctionToolCallParam),
-        ("input[].", responses.response_input_item_param.FunctionCallOutput),
-        ("input[].", responses.ResponseReasoningItemParam),
+        *(("input[].", item) for item in get_args(responses.ResponseInputItemParam)),
+        ("tools[].", responses.NamespaceToolParam),
+        ("tools[].tools[].", responses.namespace_tool_param.ToolFunction),
+        ("tools[].", responses.ToolSearchToolParam),
+        ("input[].content[].", responses.ResponseInputFileParam),
         ("input[].content[].", responses.ResponseInputTextParam),
         ("input[].content[].", responses.ResponseInputImageParam),
         ("input[].content[].", responses.ResponseOutputTextParam),

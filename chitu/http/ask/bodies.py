@@ -57,6 +57,8 @@ MAX_TOKENS = 1 << 18
 TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
+REPLACED = "replaced by a placeholder in earlier turns and beside results of tools, refused in a last turn that asks"
+"""What becomes of a part that is no text (`parts.py`)."""
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`reader.py`)."""
 
@@ -381,9 +383,18 @@ Parameters = Annotated[dict[str, Any] | None, note("a JSON schema")]
 RoleText = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
 
 
+_Replaced = Annotated[Unread, ignored(REPLACED)]
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["text"]), note("`text`")]
+    type: Annotated[str, note(f"`text`, `refusal`, or `file` with text in it; any other is {REPLACED}")]
     text: str | None = None
+    refusal: Annotated[str | None, note("of `refusal`: text")] = None
+    file: Annotated[dict[str, Any] | None, note("of `file`: `file_data`, base64 or a data URL, and `filename`")] = None
+    image_url: _Replaced = msgspec.UNSET
+    video_url: _Replaced = msgspec.UNSET
+    audio_url: _Replaced = msgspec.UNSET
+    input_audio: _Replaced = msgspec.UNSET
     cache_control: Without = msgspec.UNSET
     prompt_cache_breakpoint: Without = msgspec.UNSET
 

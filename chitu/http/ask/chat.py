@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, Tool
-from chitu.http.ask.translation import text_of
+from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, TextPart, Tool
+from chitu.http.ask.parts import LeftOut, Reading, question_start, read_file, required_text, text_of
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role -> the name that chat templates use."""
@@ -21,11 +21,13 @@ SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
 """Variables of chat templates that `chat_template_kwargs` may not set."""
 
 
-def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them. Raise InvalidRequest for content that is not text."""
+def chat_messages(given: list[ChatMessage] | None, warnings: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them. Content that is no text is replaced, and `warnings` gets a
+    sentence about it; if the last turn asks about it, raise InvalidRequest."""
     if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
+    left, question = LeftOut(), question_start([message.role for message in given])
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
@@ -38,7 +40,8 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
             if message.role != "assistant":
                 raise InvalidRequest(f"{where}.content is required", f"{where}.content")
             content = ""  # templates add text to it
-        content = text_of(content, ("text",), f"{where}.content")
+        is_asked = i >= question and message.role == "user"
+        content = text_of(content, _read_part, f"{where}.content", None if is_asked else left)
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
@@ -49,7 +52,19 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
         if reasoning := message.reasoning_content or message.reasoning:
             message_of_template["reasoning_content"] = reasoning
         messages.append(message_of_template)
+    if warnings is not None:
+        left.warn(warnings)
     return messages
+
+
+def _read_part(part: TextPart, where: str) -> Reading:
+    if part.type == "text":
+        return required_text(part.text, where)
+    if part.type == "refusal":
+        return Reading(part.refusal)
+    if part.type == "file" and isinstance(part.file, dict):
+        return read_file(part.file.get("file_data"), part.file.get("filename"))
+    return Reading(part.text)
 
 
 def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class BodyParser:
         }
         tools = chosen_tools(body)
         begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
-        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered, begins, continues)
+        messages = chat_messages(body.messages, warnings)
+        text = self.model.render(messages, variables, warnings, tools.offered, begins, continues)
         return RenderedChat(text, variables, tools, adapter)
 
     def chat(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED, ChatBody, CompletionBody
-from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.fields import Unserved
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParsedRequest
 from chitu.http.dialects.openai.answers import ChatFormat, ChatReply, CompletionFormat, CompletionReply
@@ -23,18 +23,6 @@ from chitu.http.dialects.openai.tokens import detokenize, tokenize
 
 GENERATION = (COMPLETIONS, CHAT)
 UNSERVED: Unserved = (
-    (
-        (CHAT, TOKENIZE),
-        REFUSED,
-        (
-            ("messages[].content[].image_url", TEXT_ONLY),
-            ("messages[].content[].video_url", TEXT_ONLY),
-            ("messages[].content[].audio_url", TEXT_ONLY),
-            ("messages[].content[].input_audio", TEXT_ONLY),
-            ("messages[].content[].file", ""),
-            ("messages[].content[].refusal", ""),
-        ),
-    ),
     (
         (ABORT,),
         REFUSED,

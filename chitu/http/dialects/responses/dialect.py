@@ -7,7 +7,7 @@ from typing import cast
 from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED
-from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.fields import Unserved
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, ParsedRequest
 from chitu.http.dialects.responses.answers import ResponsesFormat, ResponsesReply
@@ -46,11 +46,8 @@ UNSERVED: Unserved = (
             ("access_programs", ""),
             ("context_management", "", ([],)),
             ("input[].async", ""),
-            ("input[].content[].image_url", TEXT_ONLY),
-            ("input[].content[].file_id", ""),
-            ("input[].content[].detail", ""),
-            ("input[].content[].refusal", ""),
             ("tools[].async", ""),
+            ("tools[].tools[].async", ""),
             ("reasoning.context", ""),
             ("reasoning.mode", ""),
         ),
