@@ -70,12 +70,12 @@ class ContentPart(Protocol):
     text: str | None
 
 
-def text_of(given: str | Sequence[ContentPart], types: Sequence[str], where: str) -> str:
-    """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. Raise InvalidRequest for a
-    part of another type, and for one without text."""
+def text_of(given: str | Sequence[ContentPart], types: Sequence[str], where: str, first: int = 0) -> str:
+    """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. `first`: place of the
+    first part. Raise InvalidRequest for a part of another type, and for one without text."""
     if isinstance(given, str):
         return given
-    for i, part in enumerate(given):
+    for i, part in enumerate(given, first):
         if part.type not in types:
             known, kind = ", ".join(map(repr, types)), part.type[:40]
             raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind!r}", f"{where}[{i}]")

@@ -24,6 +24,7 @@ from chitu.http.ask.bodies import (
     ResponseFormat,
     ToolFunction,
 )
+from chitu.http.ask.chat import THINKING_VARIABLES
 from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, served_effort, text_of, turn_of
 from chitu.http.dialects.anthropic.bodies import (
     CHOICE_TYPES,
@@ -49,8 +50,6 @@ _NAMES = (
 _TOOL_FIELDS = (("parameters", "input_schema"),)
 TOO_LONG = "prompt is too long: "
 """Agents that find these words in an error shorten their conversation."""
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn reasoning on and off."""
 _TYPES = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),

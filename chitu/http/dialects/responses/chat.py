@@ -15,6 +15,8 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import (
+    AllowedTool,
+    AllowedTools,
     CalledFunction,
     ChatBody,
     ChatMessage,
@@ -25,6 +27,7 @@ from chitu.http.ask.bodies import (
     ResponseFormat,
     ToolFunction,
 )
+from chitu.http.ask.sampling import NO_LIMIT
 from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, left_out, served_effort, text_of
 from chitu.http.dialects.responses.bodies import (
     ENCRYPTED,
@@ -44,6 +47,7 @@ _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"tool_choice\.allowed_tools\.tools\[\d+\]"), "tool_choice.tools"),
 )
 """Fields of a chat -> the fields of this route that they are made from."""
 
@@ -104,8 +108,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return function
 
     tools, places = functions_of(body.tools or [], ("function", "custom"), function_of, warnings)
-    chosen = body.tool_choice
-    choice = ChosenTool("function", ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
+    choice = _choice(body.tool_choice, warnings)
     text = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
     chat = ChatBody(
@@ -126,6 +129,29 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_token_ids=body.return_token_ids,
     )
     return Translation(chat, FieldNames(_NAMES, places, (), custom_places), enforced)
+
+
+def _choice(given: ResponsesToolChoice | str | None, warnings: list[str]) -> ChosenTool | str | None:
+    if not isinstance(given, ResponsesToolChoice):
+        return given
+    if given.type != "allowed_tools":
+        if given.name is None:
+            raise InvalidRequest("tool_choice.name is required", "tool_choice.name")
+        return ChosenTool("function", ChosenFunction(given.name))
+    allowed, others = [], {}
+    for i, tool in enumerate(given.tools or ()):
+        where = f"tool_choice.tools[{i}]"
+        if tool.type not in ("function", "custom"):
+            others[where] = tool.type
+        elif tool.name is None:
+            raise InvalidRequest(f"{where}.name is required", f"{where}.name")
+        else:
+            allowed.append(AllowedTool(ChosenFunction(tool.name)))
+    if not allowed:
+        raise InvalidRequest("tool_choice.tools must hold a tool that the client runs", "tool_choice.tools")
+    if others:
+        warnings.append(left_out(others))
+    return ChosenTool("allowed_tools", allowed_tools=AllowedTools(allowed, given.mode or "auto"))
 
 
 def _check(body: ResponsesBody) -> None:
@@ -234,7 +260,7 @@ class Repeated(NamedTuple):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
