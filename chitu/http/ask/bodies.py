@@ -52,7 +52,7 @@ MAX_TEMPLATE_KWARGS = 64
 """Variables for the chat template that one request gives."""
 MAX_METADATA = 1024
 """Entries of `metadata` that an answer repeats."""
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 2048
 """Prompts in one body, and choices over all of them; each choice is a request of its own."""
 MAX_TOKENS = 1 << 18
 """Token ids that `/detokenize` accepts. `/tokenize` returns at most this many, or `max_model_len` if that is more."""
@@ -210,7 +210,7 @@ class GenerationBody(Body, kw_only=True):
     n: Annotated[
         _NumChoices | None,
         note(
-            "1 to 128, at most 1024 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
+            "1 to 128, at most 2048 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
             "to a request with that seed. The prompt is computed and moved once"
         ),
     ] = None
@@ -360,7 +360,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Annotated[
         _NumChoices | None,
         note(
-            "`n` to 128, at most 1024 over all prompts: so many choices are generated, and the `n` with the highest "
+            "`n` to 128, at most 2048 over all prompts: so many choices are generated, and the `n` with the highest "
             "logprob per token are returned, best first; all count in the usage. Not above `n` with `stream`"
         ),
     ] = None
