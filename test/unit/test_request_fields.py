@@ -499,10 +499,10 @@ PART = {"type": "text", "text": "a"}
 VOCAB = 100_000
 
 
-def read(decoder: Any, body: Any) -> Any:
+def read(decoder: Any, body: Any, warnings: list[str] | None = None) -> Any:
     """Read everything that is made of a body's fields before anything is tokenised."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    decoded = decoder.decode(raw)
+    decoded = decoder.decode(raw, warnings)
     if decoder is DECODERS[COMPLETIONS]:
         prompts_of(decoded.prompt, "prompt")
     if getattr(decoded, "messages", None) is not None:
@@ -660,6 +660,11 @@ COSTLY = {
     "objects in prompt": (DECODERS[COMPLETIONS], '{"prompt":[%s{}]}', "{},"),
     "objects where none are known": (DECODERS[COMPLETIONS], '{"guided_json":[%s{}]}', "{},"),
     "objects in an unknown field": (DECODERS[COMPLETIONS], '{"unheard_of":[%s{}]}', "{},"),
+    "objects in an unknown field of an object": (
+        DECODERS[CHAT],
+        '{"messages":[{"role":"user","content":"a","unheard_of":[%s{}]}]}',
+        "{},",
+    ),
     "objects in messages": (DECODERS[CHAT], '{"messages":[{"role":"a","tool_calls":[%s{}]}]}', "{},"),
     "biases": (DECODERS[COMPLETIONS], '{"logit_bias":{%s"1":1}}', '"2":1,'),
     "stop ids": (DECODERS[COMPLETIONS], '{"stop_token_ids":[%s1]}', "1,"),
@@ -668,13 +673,14 @@ COSTLY = {
 }
 
 
+@pytest.mark.parametrize("warnings", [None, []])
 @pytest.mark.parametrize("name", COSTLY)
-def test_no_json_becomes_much_larger_than_it_is(name: str) -> None:
+def test_no_json_becomes_much_larger_than_it_is(name: str, warnings: list[str] | None) -> None:
     decoder, form, piece = COSTLY[name]
     body = (form % (piece * (600_000 // len(piece)))).replace(",}", "}").encode()
     tracemalloc.start()
     try:
-        read(decoder, body)
+        read(decoder, body, warnings)
     except InvalidRequest:
         pass
     finally:
