@@ -155,7 +155,7 @@ COMPARISON = (
         "no",
         "the router pairs them itself",
     ),
-    ("unknown fields", "OpenAI refuses them; vLLM and SGLang ignore them", "refused", "see below"),
+    ("unknown fields", "OpenAI refuses them; vLLM and SGLang ignore them", "ignored, with a warning", "see below"),
     (
         "an answer that outlives its connection and the router: `/v1/requests/{id}`",
         "OpenAI (background responses)",
@@ -179,9 +179,14 @@ COMPARISON = (
 HEAD = """
 ## Notes
 
-An unknown field is refused, also in nested objects (400, `param` names it and the message names the nearest known one).
-With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
-the first one.
+An unknown field is ignored, also in nested objects, and the header `X-Chitu-Warning` of the answer names the first
+ones, each with the nearest known one. A field that would change the tokens of the answer and is not served is refused
+(400, `param` names it), also those of other servers: the list is below. With `dp_config.router.unknown_fields: refuse`
+unknown fields are errors, too.
+
+A byte order mark ahead of a body is skipped, and a whole number may be written as a float (`100.0`). A list has a bound
+only where it protects memory; an enforced call (`required`, `strict`) needs a grammar, of at most 65,536 characters of
+JSON over its tools.
 
 If a chat's answer must follow a grammar (`response_format` and the like, tool calls), a model that reasons does so
 first and freely: the grammar begins after the end of the reasoning. It holds from the first token if the prompt already

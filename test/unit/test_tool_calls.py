@@ -815,19 +815,19 @@ def test_mistrals_ids_are_what_its_template_takes() -> None:
 
 
 def test_a_choice_of_tools_is_served_or_refused_by_name() -> None:
-    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) == (None, [], False)
+    assert chosen_tools(body(tools=[TOOL], tool_choice="none"))[:3] == (None, [], False)
     assert chosen_tools(body(tool_choice="auto")).offered is None
     loose = {**TOOL, "function": {**TOOL["function"], "strict": False}}
     assert [len(tools or ()) for tools in chosen_tools(body(tools=[loose]))[:2]] == [1, 0]
     two = [TOOL, {"type": "function", "function": {"name": "other"}}]
-    offered, enforced, is_required = chosen_tools(body(tools=two, tool_choice="required"))
+    offered, enforced, is_required, _ = chosen_tools(body(tools=two, tool_choice="required"))
     assert is_required and offered == enforced and len(enforced) == 2
     named = {"type": "function", "function": {"name": "other"}}
-    offered, enforced, is_required = chosen_tools(body(tools=two, tool_choice=named))
+    offered, enforced, is_required, _ = chosen_tools(body(tools=two, tool_choice=named))
     assert is_required and offered is not None and enforced == offered[1:]
     strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
     for choice in ({}, {"tool_choice": "auto"}):
-        offered, enforced, is_required = chosen_tools(body(tools=[strict, two[1]], **choice))
+        offered, enforced, is_required, _ = chosen_tools(body(tools=[strict, two[1]], **choice))
         assert offered is not None and enforced == [offered[0], {"function": {"name": "other"}}] and not is_required
     assert not chosen_tools(body(tools=[strict], tool_choice="none")).enforced
     for fields, param in (

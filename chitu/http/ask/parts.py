@@ -63,23 +63,27 @@ class Reading(NamedTuple):
     """False: the text is a placeholder, too."""
 
 
-class Part(Protocol):
+class Typed(Protocol):
     @property
     def type(self) -> str: ...
 
 
-PartT = TypeVar("PartT", bound=Part)
+TypedT = TypeVar("TypedT", bound=Typed)
 
 
 def text_of(
-    given: str | Sequence[PartT], read: Callable[[PartT, str], Reading], where: str, left: LeftOut | None
+    given: str | Sequence[TypedT],
+    read: Callable[[TypedT, str], Reading],
+    where: str,
+    left: LeftOut | None,
+    first: int = 0,
 ) -> str:
     """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. `read` gets a part and its
-    place. Without `left`, raise InvalidRequest for a part that is no text."""
+    place. `first`: place of the first part. Without `left`, raise InvalidRequest for a part that is no text."""
     if isinstance(given, str):
         return given
     texts = []
-    for i, part in enumerate(given):
+    for i, part in enumerate(given, first):
         here = f"{where}[{i}]"
         reading = read(part, here)
         if left is None and reading.text is None:

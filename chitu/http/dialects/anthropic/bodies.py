@@ -129,12 +129,12 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     ]
     content: Annotated[
         str | Annotated[list[MessagesBlock], msgspec.Meta(max_length=MAX_PARTS)],
-        note("text, or up to 1024 blocks; a line break joins the texts of a turn"),
+        note("text, or up to 4096 blocks; a line break joins the texts of a turn"),
     ]
 
 
 class MessagesTool(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[ToolName | None, note("1 to 128 characters, each once")] = None
+    name: Annotated[ToolName | None, note("1 to 256 characters, each once")] = None
     type: Annotated[
         str | None,
         note(
@@ -221,13 +221,15 @@ class CountTokensBody(Body, kw_only=True):
     messages: Annotated[
         Annotated[list[AnthropicMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
         | None,
-        note("1 to 2048"),
+        note("1 to 16,384"),
         CONTENT,
     ] = None
     system: Annotated[_Parts | None, note("text, or parts, which a line break joins; ahead of `messages`"), CONTENT] = (
         None
     )
-    tools: Annotated[Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = None
+    tools: Annotated[Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 4096")] = (
+        None
+    )
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -238,8 +240,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
     max_tokens: Annotated[
         TokenCount | None,
         note(
-            "1 or more. Default, and the most: the rest of the context. An answer that fills the context, with fewer "
-            "tokens than these, has the `stop_reason` `model_context_window_exceeded`"
+            "1 or more, or -1. Default, -1, and the most: the rest of the context. An answer that fills the context, "
+            "with fewer tokens than these, has the `stop_reason` `model_context_window_exceeded`"
         ),
     ] = None
     stop_sequences: Annotated[

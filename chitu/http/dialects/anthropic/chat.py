@@ -26,6 +26,7 @@ from chitu.http.ask.bodies import (
     Tool,
     ToolFunction,
 )
+from chitu.http.ask.chat import THINKING_VARIABLES
 from chitu.http.ask.fields import TEXT_ONLY
 from chitu.http.ask.parts import NOT_RUN, NOT_SHOWN, LeftOut, question_start, shown
 from chitu.http.ask.translation import FieldNames, Translation, add_text, served_effort, turn_of, without_orphans
@@ -54,8 +55,6 @@ _NAMES = (
 _TOOL_FIELDS = (("parameters", "input_schema"),)
 TOO_LONG = "prompt is too long: "
 """Agents that find these words in an error shorten their conversation."""
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn reasoning on and off."""
 _ROLES = ("user", "assistant", "system")
 _OWN_TYPES = {
     **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant"),

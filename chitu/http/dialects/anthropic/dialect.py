@@ -9,6 +9,7 @@ from chitu.http.answer.dialect import STATUSES, Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED
 from chitu.http.ask.fields import Unserved
+from chitu.http.ask.other_servers import OF_CHATS, SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, ParsedRequest, TokensAnswer
 from chitu.http.ask.translation import Translation
@@ -35,6 +36,7 @@ UNSERVED: Unserved = (
             ("metadata", ""),
             ("service_tier", "there is only one"),
             ("diagnostics", ""),
+            *UNUSED,
         ),
     ),
     (
@@ -50,6 +52,8 @@ UNSERVED: Unserved = (
         (MESSAGES,),
         REFUSED,
         (
+            *SAMPLERS,
+            *OF_CHATS,
             ("container", ""),
             ("inference_geo", ""),
             ("fallbacks", "", ([],)),

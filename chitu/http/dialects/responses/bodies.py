@@ -9,16 +9,17 @@ import msgspec
 from chitu.http.ask.bodies import (
     CONTENT,
     MAX_MESSAGES,
+    MAX_METADATA,
     MAX_PARTS,
     MAX_TOOLS,
     REPLACED,
+    AllowedMode,
     Body,
     CallId,
     ChoiceOfTool,
     Effort,
     FormatType,
     GrammarText,
-    NameOfChosen,
     ObjectText,
     OneCall,
     Parameters,
@@ -103,14 +104,14 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     ] = None
     role: Annotated[RoleText | None, note("of a message")] = None
     content: Annotated[
-        _Parts | None, note("of a message or reasoning: text, or up to 1024 parts, which a line break joins")
+        _Parts | None, note("of a message or reasoning: text, or up to 4096 parts, which a line break joins")
     ] = None
     call_id: Annotated[CallId | None, note("of a call and its output")] = None
     name: Annotated[ToolName | None, note("of a call")] = None
     namespace: Annotated[str | None, note("of a call of a function of a `namespace`: its name")] = None
-    arguments: Annotated[str | dict[str, Any] | None, note("of a call: JSON, or of a `tool_search_call` an object")] = (
-        None
-    )
+    arguments: Annotated[
+        str | dict[str, Any] | None, note("of a call: JSON, or its object, as of a `tool_search_call`")
+    ] = None
     input: Annotated[str | None, note("of a `custom_tool_call`: its text")] = None
     output: Annotated[
         _Parts | dict[str, Any] | None,
@@ -204,7 +205,7 @@ class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
         ),
     ]
     name: Annotated[
-        ToolName | None, note("1 to 128 characters, each once; of a function, custom tool or namespace")
+        ToolName | None, note("1 to 256 characters, each once; of a function, custom tool or namespace")
     ] = None
     description: Annotated[str | None, note("that of a namespace is ahead of its first function's")] = None
     tools: Annotated[
@@ -252,10 +253,24 @@ class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
     action: _OfLeftOutTool = msgspec.UNSET
 
 
+class AllowedResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[str, note("`function` or `custom`; any other is left out, as it is of `tools`")]
+    name: Annotated[str | None, note("of a function or custom tool")] = None
+    namespace: Annotated[str | None, note("of a function of a namespace")] = None
+    server_label: _OfLeftOutTool = msgspec.UNSET
+
+
 class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[Literal["function", "custom"], note("`function` or `custom`")]
-    name: NameOfChosen
+    type: Annotated[
+        Literal["function", "custom", "allowed_tools"], note("`function`, `custom` or `allowed_tools`, as of a chat")
+    ]
+    name: Annotated[str | None, note("of `function` and `custom`: name of one of `tools`")] = None
     namespace: Annotated[str | None, note("of a function of a namespace, if others have one of the same name")] = None
+    mode: AllowedMode | None = None
+    tools: Annotated[
+        Annotated[list[AllowedResponsesTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)] | None,
+        note("of `allowed_tools`: those that may be called"),
+    ] = None
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -280,15 +295,17 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesBody(Body, kw_only=True):
     input: Annotated[
         str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
-        note("text, or 1 to 2048 items: all turns, since nothing is stored"),
+        note("text, or 1 to 16,384 items: all turns, since nothing is stored"),
         CONTENT,
     ] = None
     instructions: Annotated[str | None, note("a system message before `input`"), CONTENT] = None
-    max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
+    max_output_tokens: Annotated[
+        TokenCount | None, note("1 to the rest of the context, which is the default, as is -1")
+    ] = None
     temperature: Temperature = None
     top_p: TopP = None
     stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
-    tools: Annotated[Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = (
+    tools: Annotated[Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 4096")] = (
         None
     )
     tool_choice: Annotated[ResponsesToolChoice | ChoiceOfTool | None, note("as of a chat")] = None
@@ -307,7 +324,8 @@ class ResponsesBody(Body, kw_only=True):
         note("`disabled` (default) or `auto`; with both, an input longer than the context is refused"),
     ] = None
     metadata: Annotated[
-        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
+        Annotated[dict[str, str], msgspec.Meta(max_length=MAX_METADATA)] | None,
+        note("up to 1024 texts; repeated in the answer"),
     ] = None
     chat_template_kwargs: TemplateKwargs = None
     return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None

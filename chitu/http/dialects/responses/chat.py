@@ -14,6 +14,7 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ChatBody, ChatMessage, JsonSchemaFormat, ResponseFormat
 from chitu.http.ask.parts import LeftOut
+from chitu.http.ask.sampling import NO_LIMIT
 from chitu.http.ask.translation import FieldNames, Translation, served_effort
 from chitu.http.dialects.responses.bodies import (
     ENCRYPTED,
@@ -32,6 +33,7 @@ _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"tool_choice\.allowed_tools\.tools\[\d+\]"), "tool_choice.tools"),
 )
 """Fields of a chat -> the fields of this route that they are made from."""
 
@@ -51,6 +53,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
     else:
         messages = messages_of(body.input, messages, offered, warnings)
     tools, custom_places, enforced = offered.functions(warnings)
+    choice = offered.choice(body.tool_choice, left)
     left.warn(warnings)
     text = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -62,7 +65,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         top_p=body.top_p,
         stream=body.stream,
         tools=tools,
-        tool_choice=offered.choice(body.tool_choice),
+        tool_choice=choice,
         response_format=_response_format(text) if text is not None else None,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=served_effort(effort, variables, "reasoning.effort", warnings),
@@ -125,7 +128,7 @@ class Repeated(NamedTuple):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},

@@ -8,6 +8,7 @@ from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED
 from chitu.http.ask.fields import Unserved
+from chitu.http.ask.other_servers import OF_CHATS, SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, ParsedRequest
 from chitu.http.dialects.responses.answers import ResponsesFormat, ResponsesReply
@@ -27,12 +28,17 @@ UNSERVED: Unserved = (
             ("prompt_cache_options", ""),
             ("stream_options", "nothing is padded"),
             ("client_metadata", ""),
+            *UNUSED,
         ),
     ),
     (
         (RESPONSES,),
         REFUSED,
         (
+            *SAMPLERS,
+            *OF_CHATS,
+            ("top_k", "chat has it", (-1, 0)),
+            ("stop", "chat has it", ([],)),
             ("store", "nothing is stored", (False,)),
             ("previous_response_id", "nothing is stored: send the turns as `input`"),
             ("conversation", "nothing is stored: send the turns as `input`"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import ChosenFunction, ChosenTool, Tool, ToolFunction
+from chitu.http.ask.bodies import AllowedTool, AllowedTools, ChosenFunction, ChosenTool, Tool, ToolFunction
 from chitu.http.ask.parts import NOT_RUN, LeftOut
 from chitu.http.dialects.responses.bodies import (
     CustomFormat,
@@ -121,11 +121,27 @@ class OfferedTools:
             tools.append(Tool("function", function))
         return tools, custom_places, enforced
 
-    def choice(self, given: ResponsesToolChoice | str | None) -> ChosenTool | str | None:
-        """Return the choice of a tool as a chat has it."""
+    def choice(self, given: ResponsesToolChoice | str | None, left: LeftOut) -> ChosenTool | str | None:
+        """Return the choice of tools as a chat has it. `left` gets the allowed tools that the prompt leaves out."""
         if not isinstance(given, ResponsesToolChoice):
             return given
-        return ChosenTool("function", ChosenFunction(self.chosen_name(given.namespace, given.name, "tool_choice")))
+        if given.type != "allowed_tools":
+            return ChosenTool("function", self._chosen(given.namespace, given.name, "tool_choice"))
+        allowed = []
+        for i, tool in enumerate(given.tools or ()):
+            where = f"tool_choice.tools[{i}]"
+            if tool.type in _FUNCTIONS:
+                allowed.append(AllowedTool(self._chosen(tool.namespace, tool.name, where)))
+            else:
+                left.add(where, tool.type, NOT_RUN)
+        if not allowed:
+            raise InvalidRequest("tool_choice.tools must hold a tool that the client runs", "tool_choice.tools")
+        return ChosenTool("allowed_tools", allowed_tools=AllowedTools(allowed, given.mode or "auto"))
+
+    def _chosen(self, namespace: str | None, name: str | None, where: str) -> ChosenFunction:
+        if name is None:
+            raise InvalidRequest(f"{where}.name is required", f"{where}.name")
+        return ChosenFunction(self.chosen_name(namespace, name, where))
 
     def chosen_name(self, namespace: str | None, name: str, where: str) -> str:
         """Return the name in the prompt of a function that a choice names: by its namespace, by its name alone, or as
