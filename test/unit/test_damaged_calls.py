@@ -22,7 +22,7 @@ from chitu.http.messages.call_formats import (
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import CallParser
 from chitu.http.messages.harmony import HarmonyParser
-from chitu.http.messages.message_parser import HARMONY, MessagePlan
+from chitu.http.messages.message_parser import HARMONY, MARKS, MessagePlan
 from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.http.messages.section_calls import DeepSeekParser, FencedDeepSeekParser, KimiParser
 from chitu.http.messages.tagged_calls import CompactGLMParser, GLMParser, MiniMaxParser, QwenCoderParser
@@ -183,8 +183,12 @@ def damaged(form: Form) -> Iterator[str]:
 
 
 def read(calls: type[CallParser], text: str, sizes: list[int], is_whole: bool = True) -> MessageDelta:
-    parser, at, found = MessagePlan(HARMONY if calls is HarmonyParser else None, False, True, calls, NAMES, True), 0, []
-    reader = parser.parser()
+    marks = HARMONY if calls is HarmonyParser else None
+    return read_as(MessagePlan(marks, False, True, calls, NAMES, True), text, sizes, is_whole)
+
+
+def read_as(how: MessagePlan, text: str, sizes: list[int], is_whole: bool = True) -> MessageDelta:
+    reader, at, found = how.parser(), 0, []
     for size in itertools.cycle(sizes):
         if at >= len(text):
             break
@@ -202,6 +206,21 @@ def told(message: MessageDelta) -> tuple[str, str, list[tuple[str, str]], object
 def test_calls_without_damage_are_read(form: Form) -> None:
     message = read(form.calls, "".join(form.parts), [7])
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == RIGHT and not message.content.strip()
+
+
+@pytest.mark.parametrize("form", FORMS[:-1], ids=[form.calls.__name__ for form in FORMS[:-1]])
+def test_calls_behind_a_reasoning_that_was_never_closed_are_calls_and_drafts_are_none(form: Form) -> None:
+    calls = "".join(form.parts)
+    how = MessagePlan(MARKS[0], True, True, form.calls, NAMES, True)
+    for text, behind, right in (("Hm. " + calls, "", RIGHT), ("Hm. " + calls, "</think>Yes.", []), (calls, " So.", [])):
+        for size in (1, 3, 999):
+            message = read_as(how, text + behind, [size])
+            assert [(call.name, json.loads(call.arguments)) for call in message.calls] == right, behind
+            assert message.content.strip() == ("Yes." if "Yes" in behind else "")
+            if right:
+                assert message.reasoning.strip() == "Hm."
+            else:
+                assert message.reasoning == (text if "Yes" in behind else text + behind).removesuffix("\n")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=[form.calls.__name__ for form in FORMS])
