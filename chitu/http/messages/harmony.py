@@ -30,7 +30,8 @@ _CHANNELS = ("analysis", "commentary", "final")
 _WORDS = (*_CHANNELS, "assistant", "json", "code", "to=")
 """Words of a head. What follows the last one is of no matter."""
 _CHANNEL = re.compile("|".join(_CHANNELS))
-_RECIPIENT = re.compile(r"(?:\bto=\s*|\b(?=functions\.))([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto=\s*([^\s<]+)")
+_RECIPIENT_ALONE = re.compile(r"<\|channel\|>.*?\b(functions\.[^\s<]+)", re.DOTALL)
 _HEAD = re.compile(
     r"\s*(?:assistant\b)?\s*(?:to=[^\s<]+\s*)?(?:<\|channel\|>\s*)+(?:analysis|commentary|final)?"
     r"(?:\s*to=[^\s<{]+)?\s*(?:<\|constrain\|>\s*)?(?:json\b|code\b)?(?:<\|?\w{1,12}\|?>)?"
@@ -63,8 +64,8 @@ class HarmonyParser(CallParser):
         self._has_said = self._has_thought = False
         self._is_new = False
         """The next text begins a message."""
-        self._has_marks = False
-        """A mark was read."""
+        self._is_between = False
+        """A mark ended the message before; text up to the next mark belongs to a head."""
         self._state = self._in_head
 
     @property
@@ -85,8 +86,10 @@ class HarmonyParser(CallParser):
                 while rest:
                     rest = self._state(rest)
                 held, self._held = self._held, ""
-            elif self._has_marks or held.lstrip().startswith("<|"):  # a head that was cut off is no text
-                held = ""
+            elif self._is_between or _MARK.search(held):
+                held = _without_role(held)
+            if _may_be_head(held) and (self._is_between or held.lstrip().startswith("<|")):
+                held = ""  # a head that was cut off is no text
         self._finish_object(is_whole)
         if self._state == self._ahead_of_object and is_whole:
             self._emit(Call(self._name, "{}"))
@@ -103,45 +106,40 @@ class HarmonyParser(CallParser):
         self._is_new = True
         for found in _MARK.finditer(text[:MAX_HEAD_CHARS]):
             before, rest = text[: found.start()], text[found.end() :]
-            if _MARK.search(before) is None and not _may_be_head(before):
+            if not (self._is_between or _MARK.search(before) or _may_be_head(before)):
                 self._state = self._in_text
                 return text
             if found[0] == MESSAGE:
-                self._has_marks = True
                 return self._read_head(before, rest)
             if found[0] not in (CHANNEL, CONSTRAIN):
-                self._has_marks = True
-                return self._read_without_mark(before, rest)
+                self._read_without_mark(before, found[0])
+                self._is_between = True
+                return rest
         if len(text) > MAX_HEAD_CHARS:
             head = _HEAD.match(text[:MAX_HEAD_CHARS])
             if head is None:
                 self._state = self._in_text
-                return text
+                return _without_role(text) if self._is_between else text
             return self._read_head(head[0], text[head.end() :])
-        if _MARK.search(text) is None and not _may_be_head(text[: self._end_of(text)]):
+        if not (self._is_between or _MARK.search(text) or _may_be_head(text[: self._end_of(text)])):
             self._state = self._in_text
             return text
         self._held = text
         return ""
 
-    def _read_without_mark(self, text: str, rest: str) -> str:
-        """Read a message without the mark behind its head, up to a mark; return what is behind that."""
+    def _read_without_mark(self, text: str, mark: str) -> None:
+        """Read what is between two marks, of which the first begins no text. `mark`: the second one."""
         head = _HEAD.match(text)
-        begun = len(text) if head is None else head.end()
-        if head is not None and text[begun:].strip():
-            inner = self._read_head(head[0], text[begun:] + END)
-            while inner:
-                inner = self._state(inner)
-                if self._state == self._in_head:
-                    break
-            return rest
-        if head is None and not _may_be_head(_OTHER_MARK.sub("", text)):
+        if head is not None and text[head.end() :].strip():  # a message without the mark behind its head
+            rest = self._read_head(head[0], text[head.end() :] + END)
+            while rest and self._state != self._in_head:
+                rest = self._state(rest)
+        elif head is None and mark in _ENDS and not _may_be_head(text):
             self._show(_OTHER_MARK.sub("", text))
-        return rest
 
     def _read_head(self, head: str, rest: str) -> str:
-        to = _RECIPIENT.search(head)
-        channel = _CHANNEL.search(head if to is None else head[: to.start()] + head[to.end() :])
+        to = _RECIPIENT.search(head) or _RECIPIENT_ALONE.search(head)
+        channel = _CHANNEL.search(head if to is None else head[: to.start(1)] + head[to.end(1) :])
         self._name = tool_of(to[1], self._names) if to is not None else ""
         if self._name:
             self._raw = [head]
@@ -150,7 +148,7 @@ class HarmonyParser(CallParser):
             self._state = self._in_thought
         else:
             self._state = self._in_text
-            if channel is None and to is None and not _may_be_head(self._bare(head)):
+            if channel is None and to is None and not self._is_between and not _may_be_head(self._bare(head)):
                 self._show(self._bare(head))
         return rest
 
@@ -180,7 +178,6 @@ class HarmonyParser(CallParser):
             show(text[:end])
             self._held = text[end:]
             return ""
-        self._has_marks = True
         show(text[: found.start()])
         if found[0] in (MESSAGE, CONSTRAIN):
             return text[found.end() :]
@@ -193,7 +190,7 @@ class HarmonyParser(CallParser):
         if rest.startswith("}"):  # models close one object too many
             return rest[1:]
         if rest:
-            self._has_marks, self._state = True, self._in_head
+            self._is_between, self._state = True, self._in_head
         return rest
 
     # ------------------------------------------------------------------------------------------------------ their parts
@@ -223,6 +220,10 @@ class HarmonyParser(CallParser):
             gap = _GAP if self._is_new and self._has_said else ""
             self._is_new, self._has_said = False, True
             self._pieces.append(gap + text)
+
+
+def _without_role(text: str) -> str:
+    return text.lstrip().removeprefix("assistant").lstrip()
 
 
 def _may_be_head(text: str) -> bool:
