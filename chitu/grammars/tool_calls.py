@@ -26,9 +26,10 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     trigger = quoted(calls.trigger) if token is None else f"<[{token}]>"
     rules = []
     for i, call in enumerate(calls.calls):
-        if not call.begin.startswith(calls.trigger):
-            raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
-        begin = with_marks(call.begin.removeprefix(calls.trigger), added_tokens)
+        ahead = calls.trigger + calls.open
+        if not call.begin.startswith(ahead):
+            raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {ahead[:40]!r}")
+        begin = with_marks(call.begin.removeprefix(ahead), added_tokens)
         if call.index_end:
             begin += f" INDEX {with_marks(call.index_end, added_tokens)}"
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
@@ -47,7 +48,8 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     if calls.close:
         rules.append(f"one_call: {call_of_any}")
         more = f" ({separator} one_call)*" if calls.is_parallel else ""
-        call_of_any = f"one_call{more} {with_marks(calls.close, added_tokens)}"
+        opened = f"{with_marks(calls.open, added_tokens)} " if calls.open else ""
+        call_of_any = f"{opened}one_call{more} {with_marks(calls.close, added_tokens)}"
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     if calls.is_required:
         start = f"one ({separator} one)*" if calls.is_parallel and not calls.close else "one"
@@ -87,6 +89,8 @@ def _fields_lark(
         elif is_raw_text(given, schema) and not separator:
             rules.append(f"{value}: {head} {text}")
         else:
+            if fields.json_middle:
+                head = quoted(fields.begin + key + fields.json_middle)
             told = json.dumps({**(given if isinstance(given, dict) else {}), **shared, **options})
             rules.append(f"{value}: {head} %json {told} {quoted(fields.end)}")
         parts.append(value if key in required else f"{value}?")
