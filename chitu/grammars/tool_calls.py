@@ -23,7 +23,7 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     if not calls.calls or not calls.trigger:
         raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
     token = added_tokens.get(calls.trigger)
-    trigger = quoted(calls.trigger) if token is None else f"<[{token}]>"
+    trigger = with_marks(calls.trigger, added_tokens) if token is None else f"<[{token}]>"
     rules = []
     for i, call in enumerate(calls.calls):
         ahead = calls.trigger + calls.open

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
+from chitu.grammars.marks import text_up_to
 from chitu.grammars.tool_calls import tool_calls_lark
+from chitu.http.ask.bodies import ChatBody
+from chitu.http.ask.served_model import ServedModel
 from chitu.http.messages.array_calls import (
     ActionParser,
     ApertusParser,
@@ -33,11 +38,13 @@ from chitu.http.messages.call_formats import ArgumentsParser, LlamaParser, gramm
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
 from chitu.http.messages.code_calls import LfmParser, ToolCodeParser
+from chitu.http.messages.dsml_calls import DSML as DSML_TOKEN
 from chitu.http.messages.dsml_calls import DSMLParser, DSMLToolsParser
 from chitu.http.messages.gemma_calls import FunctionGemmaParser, GemmaParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, ReasoningMarks
 from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.http.messages.seed_calls import SeedParser
+from chitu.http.table import BODIES
 from chitu.protocol import ToolCalls
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate
@@ -85,7 +92,7 @@ PYTHON = (
 CALLS = "{% for call in message.tool_calls %}"
 # The forms in which the models' own chat templates write calls; the rest of them is of no matter here.
 TEMPLATES: dict[type[CallParser], str] = {
-    GraniteParser: f"<|tool_call|>[{CALLS}{OBJECT}{COMMA}{{% endfor %}}]",
+    GraniteParser: f"<|tool_call|>[{CALLS}{OBJECT}{COMMA}{{% endfor %}}]{{# <|start_of_role|> #}}",
     FunctionCallParser: f"{CALLS}<function_call> {OBJECT}{{% endfor %}}{{# 'arguments' #}}",
     PhiParser: f"<|tool_call|>[{CALLS}{OBJECT}{COMMA}{{% endfor %}}]<|/tool_call|>",
     FunctoolsParser: f"functools[{CALLS}{OBJECT}{COMMA}{{% endfor %}}]",
@@ -209,6 +216,7 @@ FORMATS = [
     ("<seed:tool_call><function= </seed:think>", SeedParser, "</seed:think>"),
     ("<|tools_prefix|><|inner_suffix|>", ApertusParser, "<|inner_suffix|>"),
     ("<start_of_turn>", None, None),
+    ("<|tool_call|>", None, None),
 ]
 
 
@@ -455,3 +463,40 @@ def test_values_of_gemma_are_what_the_schema_says_and_what_the_model_plainly_mea
         text = f"<|tool_call>call:write{{{broken}}}<tool_call|>"
         found = read(plan(GemmaParser), text, [5])
         assert found == (("", [("write", {"s": 1})]) if broken == "s:1}}" else (text, [])), broken
+
+
+def test_a_mark_that_has_a_token_within_it_may_be_written_so() -> None:
+    assert text_up_to("<a>", {"<a>": 7})[1] == "led: spelled | TEXT <[7]>"
+    assert text_up_to("<=x>", {"=": 7, "?": 8})[1] == 'led: spelled | TEXT <[7]> "x>"'
+    assert text_up_to("<a>", {"=": 7})[1] == "led: spelled"
+    grammar = grammar_of_calls(DSMLParser, [{"function": {"name": "write"}}], ["p"], True, False)
+    lark = tool_calls_lark(msgspec.json.decode(grammar.text, type=ToolCalls), {DSML_TOKEN: 7}, {})
+    assert 'led: spelled | TEXT <[7]> "function_calls>"' in lark
+
+
+def plan_of(source: str, tools: list[Any] | None) -> MessagePlan | None:
+    template = ChatTemplate({"default": source}, {})
+    tokenizer = SimpleNamespace(template_variables=template.variables)
+    model = SimpleNamespace(message_format=MessageFormat.of(source), tokenizer=tokenizer, _takes_several_calls=True)
+    body = BODIES.decoder(ChatBody).decode(b'{"messages": [{"role": "user", "content": "a"}]}')
+    return ServedModel.message_plan(cast(ServedModel, model), body, "", tools)
+
+
+def test_tools_are_refused_by_what_the_template_lacks() -> None:
+    tools = [{"type": "function", "function": {"name": "write"}}]
+    offered = plan_of("{{ tools }}<|START_ACTION|>", tools)
+    assert offered is not None and offered.calls is CommandParser
+    for source, told in (
+        ("<|start_of_role|><|tool_call|>", "shows the model no tools"),
+        ("{{ message.tools }}<|tool|>", "shows the model no tools"),
+        ("{{ tools }}<call>", "unknown format"),
+    ):
+        with pytest.raises(InvalidRequest, match=told) as raised:
+            plan_of(source, tools)
+        assert raised.value.param == "tools"
+
+
+def test_an_answer_without_tools_is_read_where_text_has_marks() -> None:
+    bare = plan_of("<|START_ACTION|><|START_TEXT|>", None)
+    assert bare is not None and read(bare, "<|START_TEXT|>Hi.<|END_TEXT|>", [3]) == ("Hi.", [])
+    assert plan_of("<|start_of_role|><|tool_call|>", None) is None
