@@ -22,18 +22,19 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else '""'
 
 
-def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
-    """Return the rule `led`: any text up to and including the first `mark`. Needs `FREE_TEXT`."""
+def text_up_to(mark: str, added_tokens: Mapping[str, int], rule: str = "led") -> list[str]:
+    """Return a rule of any text up to and including the first `mark`. Needs `FREE_TEXT`."""
     # A lazy lexeme ends with the first mark, where free text is over.
-    rules = [rf"spelled[lazy]: /(.|\n)*/ {quoted(mark)}"]
+    spelled = f"{rule}_spelled"
+    rules = [rf"{spelled}[lazy]: /(.|\n)*/ {quoted(mark)}"]
     parts = _parts(mark, added_tokens)
     at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
     if at is None:
-        return [*rules, "led: spelled"]
+        return [*rules, f"{rule}: {spelled}"]
     # What precedes the token in the mark is within the text.
     behind = "".join(parts[at + 1 :])
     rest = f" {with_marks(behind, added_tokens)}" if behind else ""
-    return [*rules, f"led: spelled | TEXT <[{added_tokens[parts[at]]}]>{rest}"]
+    return [*rules, f"{rule}: {spelled} | TEXT <[{added_tokens[parts[at]]}]>{rest}"]
 
 
 def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:

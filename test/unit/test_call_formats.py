@@ -466,12 +466,12 @@ def test_values_of_gemma_are_what_the_schema_says_and_what_the_model_plainly_mea
 
 
 def test_a_mark_that_has_a_token_within_it_may_be_written_so() -> None:
-    assert text_up_to("<a>", {"<a>": 7})[1] == "led: spelled | TEXT <[7]>"
-    assert text_up_to("<=x>", {"=": 7, "?": 8})[1] == 'led: spelled | TEXT <[7]> "x>"'
-    assert text_up_to("<a>", {"=": 7})[1] == "led: spelled"
+    assert text_up_to("<a>", {"<a>": 7})[1] == "led: led_spelled | TEXT <[7]>"
+    assert text_up_to("<=x>", {"=": 7, "?": 8})[1] == 'led: led_spelled | TEXT <[7]> "x>"'
+    assert text_up_to("<a>", {"=": 7})[1] == "led: led_spelled"
     grammar = grammar_of_calls(DSMLParser, [{"function": {"name": "write"}}], ["p"], True, False)
     lark = tool_calls_lark(msgspec.json.decode(grammar.text, type=ToolCalls), {DSML_TOKEN: 7}, {})
-    assert 'led: spelled | TEXT <[7]> "function_calls>"' in lark
+    assert 'led: led_spelled | TEXT <[7]> "function_calls>"' in lark
 
 
 def plan_of(source: str, tools: list[Any] | None) -> MessagePlan | None:
