@@ -166,7 +166,7 @@ def writable(calls: type[CallParser]) -> Any:
     if issubclass(calls, (LfmParser, ToolCodeParser)):
         return values(NO_QUOTES)
     if issubclass(calls, GemmaParser):
-        return values(TEXTS.filter(lambda text: calls.quote not in text and calls.quote[1:] not in text))
+        return values(TEXTS.filter(lambda text: not re.search(calls.quote, text) and "<" not in text[-8:]))
     if issubclass(calls, SeedParser):  # Python's objects are no JSON
         return values(NO_QUOTES).map(lambda given: {k: v for k, v in given.items() if k != "options"})
     return values(TEXTS.filter(lambda text: "｜DSML｜" not in text))
@@ -260,6 +260,8 @@ SPELLINGS: list[tuple[type[CallParser], str]] = [
     (LfmParser, "<|tool_call_start|>[write(path='a', count=1)]"),
     (LfmParser, '<|tool_call_start|>write(path="a", count=1)<|tool_call_end|>'),
     (LfmParser, '[write(path="a", count=1)]'),
+    (LfmParser, '<|tool_call_start|><|tool_call_start|>[write(path="a", count=1)]]<|tool_call_end|>'),
+    (LfmParser, '<|tool_call_start|>[write(path="a", count=1)]<|tool_call_end>'),
     (LfmParser, f"<|tool_call_start|>[{NAMED}]<|tool_call_end|>"),
     (ToolCodeParser, "```tool_code\nprint(write(path='a', count=1))\n```"),
     (ToolCodeParser, "\n```tool_code\n[write(path='a', count=1)]\n```\n"),
@@ -268,6 +270,10 @@ SPELLINGS: list[tuple[type[CallParser], str]] = [
     (GemmaParser, '<|tool_call>call:write{path:<|"|>a<|"|>,count:1}'),
     (GemmaParser, '<|tool_call>call:write{path:<|"|>a<|"|>,count:1}<tool_call|><|tool_response>'),
     (GemmaParser, f"<|tool_call>call:write{ARGUMENTS}<tool_call|>"),
+    (GemmaParser, f"call:write{ARGUMENTS}<tool_call|>"),
+    (GemmaParser, '<|tool_call>call:write{path:a<|"|>,count:1}<tool_call|>'),
+    (GemmaParser, '<|tool_call>call:write{path:<|"|>a,count:1}<tool_call|>'),
+    (GemmaParser, '<|tool_call>call:write{path:<|"|><|"|>a<|"|>,count:1}<tool_call|>'),
     (GemmaParser, "<|tool_call>call:write{path: a, count: 1}<tool_call|>"),
     (GemmaParser, '<|tool_call>call: write {<|"|>path<|"|>:<|"|>a<|"|>, count:<|"|>1<|"|>,}<tool_call|>'),
     (FunctionGemmaParser, "<start_function_call>call:write{path:<escape>a<escape>,count:<escape>1<escape>}"),
@@ -278,6 +284,10 @@ SPELLINGS: list[tuple[type[CallParser], str]] = [
     (DSMLParser, f"<｜DSML｜function_calls>{DSML_BOTH.replace('false', 'true')}</｜DSML｜function_calls>"),
     (DSMLParser, f"<｜DSML｜function_calls>{DSML_CALL.format(ARGUMENTS)}</｜DSML｜function_calls>"),
     (DSMLParser, f"<｜DSML｜function_calls>{DSML_BOTH.replace('a</｜DSML｜parameter>', 'a')}</｜DSML｜function_calls>"),
+    (DSMLParser, f"<｜DSML｜function_calls>{DSML_BOTH.replace('parameter>', 'parametr>')}</｜DSML｜function_calls>"),
+    (DSMLParser, f"<｜DSML｜function_calls>{DSML_BOTH.replace('</｜DSML｜invoke>', '')}</｜DSML｜function_calls>"),
+    (DSMLParser, f"<｜DSML｜function_calls><｜DSML｜function_calls>\n{DSML_BOTH}</｜DSML｜function_calls>"),
+    (DSMLParser, DSML_BOTH),
     (DSMLToolsParser, f"<｜DSML｜tool_calls>\n{DSML_BOTH.removesuffix('</｜DSML｜invoke>')}"),
     (DSMLToolsParser, f"<｜DSML｜ calls>\n{DSML_BOTH.replace('<｜DSML｜', '<｜DSML｜ ')}</｜DSML｜ calls>"),
     (

@@ -20,7 +20,8 @@ MAX_ENDS = 64
 """Texts in a section that look like its end and are not. A section with more is content."""
 _HEAD = re.compile(r"[\s,;]*(print\s*\(\s*)?([^\s(\[\]{},;]+)\s*\(")
 _PRINTED = re.compile(r"\s*\)")
-_REST = re.compile(r"[\s,;]*")
+_REST = re.compile(r"[\s,;\]]*(?:<[^\s<>]*>?\s*)?")
+"""What may be behind the calls: also an end mark that is not quite right."""
 _RAW_STRING = re.compile(
     r"""(["'])((?:(?!\1)[^\\]|\\.|\1(?!\s*(?:[,:)\]}]|\Z)))*)\1(?=\s*(?:[,:)\]}]|\Z))""", re.DOTALL
 )
@@ -77,6 +78,9 @@ class CodeParser(PythonicParser):
 
     def _read(self, text: str) -> bool:
         """Emit the calls that a section consists of. Return whether it does."""
+        text = text.strip()
+        while text.startswith(self.marks[0]):  # the model wrote it twice
+            text = text[len(self.marks[0]) :].strip()
         calls = section_calls(text, self._names)
         for call in calls if self._is_parallel else calls[:1]:
             self._emit(call)
@@ -116,10 +120,8 @@ class ToolCodeParser(CodeParser):
 
 def section_calls(text: str, names: Collection[str]) -> list[Call]:
     """Return the calls that a text consists of; none if there is anything else in it."""
-    text = text.strip()
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]
-    if text.lstrip().startswith("{"):
+    text = text.strip().removeprefix("[").lstrip()
+    if text.startswith("{"):
         return _json_calls(text, names)
     return _python_calls(text, names) or _python_calls(_RAW_STRING.sub(_escaped, text), names)
 
@@ -145,14 +147,14 @@ def _python_calls(text: str, names: Collection[str]) -> list[Call]:
 
 def _json_calls(text: str, names: Collection[str]) -> list[Call]:
     calls: list[Call] = []
-    rest = text.lstrip()
+    rest = text
     while rest:
         end = JSONEnd()
         call = call_of(rest[: end.at], names) if end.feed(rest) is Found.END else None
         if call is None:
             return []
         calls.append(call)
-        rest = rest[end.at :].lstrip(" \n\t,;")
+        rest = rest[end.at :].lstrip(" \n\t,;]")
     return calls
 
 

@@ -38,8 +38,8 @@ class GemmaParser(HeadedParser):
     head_begins: ClassVar[str] = "call:"
     head: ClassVar[re.Pattern[str]] = re.compile(r"\s*call:\s*([^\s{]+)\s*(?=\{)")
     fields: ClassVar[ToolFields | None] = ToolFields("", ":", "", ",")
-    quote: ClassVar[str] = '<|"|>'
-    """What is on both sides of a string."""
+    quote: ClassVar[str] = r'<\|?"\|?>'
+    """Pattern of what is on both sides of a string, and never in one."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
         """`names`: names of the tools, each with its parameters."""
@@ -49,6 +49,8 @@ class GemmaParser(HeadedParser):
         """The newest characters of the arguments, in which the end of the call may have begun."""
         self._num_ends = 0
         """Texts that looked like its end."""
+        if not is_enforced:
+            self._begin("", "")  # the mark may be missing
 
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
@@ -116,7 +118,7 @@ class FunctionGemmaParser(GemmaParser):
     needed: ClassVar[tuple[str, ...]] = (*marks, "<escape>")
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = marks[1]
-    quote: ClassVar[str] = "<escape>"
+    quote: ClassVar[str] = r"</?escape>"
 
 
 class _Values:
@@ -126,7 +128,8 @@ class _Values:
         self.at = 0
         self._text = text
         self._root = root
-        self._quoted = re.compile(rf"{re.escape(quote)}(.*?){re.escape(quote)}(?=\s*(?:[,:}}\]]|\Z))", re.DOTALL)
+        self._quote = re.compile(quote)
+        self._quoted = re.compile(rf"{quote}(.*?){quote}(?=\s*(?:[,:}}\]]|\Z))", re.DOTALL)
 
     def object(self, schema: Any) -> str:
         known = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -159,7 +162,7 @@ class _Values:
             found = pattern.match(self._text, self.at)
             if found is not None:
                 self.at = found.end()
-                return found[1] if pattern is not _BARE_KEY else found[0].strip()
+                return self._quote.sub("", found[1] if pattern is not _BARE_KEY else found[0]).strip()
         raise ValueError(self.at)
 
     def _value(self, schema: Any, bare: re.Pattern[str]) -> str:
@@ -172,7 +175,8 @@ class _Values:
         found = self._quoted.match(self._text, self.at)
         if found is not None:
             self.at = found.end()
-            return json_text(found[1]) if not types or "string" in types else value_of(found[1], schema, self._root)
+            text = self._quote.sub("", found[1])
+            return json_text(text) if not types or "string" in types else value_of(text, schema, self._root)
         found = _JSON_STRING.match(self._text, self.at)
         if found is not None:
             self.at = found.end()
@@ -182,6 +186,8 @@ class _Values:
             raise ValueError(self.at)
         self.at = found.end()
         text = found[0].strip()
+        if self._quote.search(text):  # one of two
+            return json_text(self._quote.sub("", text))
         literal = _LITERALS.get(text, text if _NUMBER.fullmatch(text) else None)
         return json_text(text) if literal is None or (types == {"string"} and literal != "null") else literal
 
