@@ -46,8 +46,11 @@ class LooseParser(CallParser):
             for call in self._fenced if self._is_parallel else self._fenced[:1]:
                 self._emit(call)
             return self._pieces
-        self._raw = [*self._fence, *self._raw]
-        return super().finish(is_whole)
+        if self._state in (self._behind_fenced, self._behind_fence):
+            self._keep(self._held)
+            self._held = ""
+        fence, self._fence, self._is_fenced = "".join(self._fence), [], False
+        return [*([fence] if fence else ()), *super().finish(is_whole)]
 
     def _begin(self, mark: str, text: str) -> str:
         if mark in self.marks:
