@@ -225,14 +225,15 @@ ends. Gemma 4's enforced calls have JSON's strings and keys. gpt-oss answers on 
 `reasoning_content`, `commentary` to a tool is a call, everything else is `content`. Its answer has at most one call,
 behind which the model stops. A grammar (`response_format` too) allows one message of analysis, and then a call or the
 final text. The ids of Kimi-K2's calls are its own (`functions.name:index`), since its template writes them again: send
-them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2)
-or without quotes (Gemma 4), the tool's schema says which are strings. Only a call of an offered tool is a call. It may have `type`, may have name and arguments
-within `function`, `parameters` for `arguments`, arguments as text, or none; a code fence or an array may be around it;
-raw line breaks and tabs in its strings become escapes. Anything else that the model writes is `content`, also a call
-whose JSON is broken or cut off. A stream sends a call when it is complete, so `arguments` are always a JSON object, and
-the parts of a stream are always the answer that is not streamed. Text between `<think>`, `[THINK]`, `<seed:think>`,
-`<|channel>thought` (Gemma 4), `<|START_THINKING|>` (Command) or `<|inner_prefix|>` (Apertus) and its end is
-`reasoning_content` if the template knows these marks. Command's marks around text are no content.
+them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2) or
+without quotes (Gemma 4), the tool's schema says which are strings. Only a call of an offered tool is a call. It may
+have `type`, may have name and arguments within `function`, `parameters` for `arguments`, arguments as text, or none; a
+code fence or an array may be around it; raw line breaks and tabs in its strings become escapes. Anything else that the
+model writes is `content`, also a call whose JSON is broken or cut off. A stream sends a call when it is complete, so
+`arguments` are always a JSON object, and the parts of a stream are always the answer that is not streamed. Text between
+`<think>`, `[THINK]`, `<seed:think>`, `<|channel>thought` (Gemma 4), `<|START_THINKING|>` (Command) or
+`<|inner_prefix|>` (Apertus) and its end is `reasoning_content` if the template knows these marks. Command's marks
+around text are no content.
 
 `/v1/messages` and `/v1/messages/count_tokens` are Anthropic's Messages API, made into a chat: the base URL of its
 clients and agents is that of the server, without `/v1`. `model` is the served name, so set it in the agent, also that

@@ -34,7 +34,7 @@ from chitu.http.messages.array_calls import (
     PhiParser,
     ToolCallsParser,
 )
-from chitu.http.messages.call_formats import ArgumentsParser, LlamaParser, grammar_of_calls
+from chitu.http.messages.call_formats import ArgumentsParser, LlamaParser, grammar_of_calls, text_of_calls
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
 from chitu.http.messages.code_calls import LfmParser, ToolCodeParser
@@ -321,6 +321,14 @@ def test_a_tool_without_arguments_is_called() -> None:
             assert read(plan(calls), text, [size]) == ("", [("look.at", {})]), text
 
 
+@each
+def test_calls_that_are_written_for_a_template_without_them_are_read_as_these(calls: type[CallParser]) -> None:
+    made: list[Any] = [("write", {"path": "a, b", "count": 1, "lines": [1], "options": {"a": "b"}}), ("look.at", {})]
+    functions = [{"name": name, "arguments": arguments} for name, arguments in made]
+    for num in (1, 2):
+        assert read(plan(calls), text_of_calls(calls, functions[:num]), [3]) == ("", made[:num])
+
+
 def bare(calls: type[CallParser], text: str) -> str:
     """Return text without marks, which content need not have."""
     marks = sorted({*calls.marks, *calls.needed, calls.end_mark, calls.section_end} - {""}, key=len, reverse=True)
@@ -496,7 +504,8 @@ def test_a_mark_that_has_a_token_within_it_may_be_written_so() -> None:
 def plan_of(source: str, tools: list[Any] | None) -> MessagePlan | None:
     template = ChatTemplate({"default": source}, {})
     tokenizer = SimpleNamespace(template_variables=template.variables)
-    model = SimpleNamespace(message_format=MessageFormat.of(source), tokenizer=tokenizer, _takes_several_calls=True)
+    turns = SimpleNamespace(takes_several_calls=True)
+    model = SimpleNamespace(message_format=MessageFormat.of(source), tokenizer=tokenizer, turns=turns)
     body = BODIES.decoder(ChatBody).decode(b'{"messages": [{"role": "user", "content": "a"}]}')
     return ServedModel.message_plan(cast(ServedModel, model), body, "", tools)
 
