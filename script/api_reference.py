@@ -218,8 +218,8 @@ Seed-OSS, as GLM-4.5 and 4.7, as MiniMax-M1 and M2, as Kimi-K2, as DeepSeek V3 a
 V3.2 and V4 (DSML), as gpt-oss, as Llama 3 and 4 (in JSON or in Python, `[f(a=1)]`), as Mistral, as Gemma 4 and
 FunctionGemma, as LFM2, as Granite 3, as Phi-4-mini (`<|tool_call|>` or `functools`), as Command R, R7B and A, as
 Apertus, as Nemotron Nano 2 or as Apriel. Templates for Gemma 3 may ask for Python (a list, or the fence `tool_code`) or
-for a JSON object. With other templates `tools` are refused, also with those that show no tools (Gemma 3's, Phi-4-mini's
-and DeepSeek's own): a `chat_template.jinja` in the folder replaces them. Where the format is Hermes', the spellings of
+for a JSON object. With other templates `tools` are refused, also with those that show no tools (Gemma 3's and
+DeepSeek's own): a `chat_template.jinja` in the folder replaces them. Where the format is Hermes', the spellings of
 Qwen2.5-Coder are read, too: objects within `<tools>`, and those in a code fence or alone with which an answer begins or
 ends. Gemma 4's enforced calls have JSON's strings and keys. gpt-oss answers on channels: `analysis` is
 `reasoning_content`, `commentary` to a tool is a call, everything else is `content`. Its answer has at most one call,

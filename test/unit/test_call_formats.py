@@ -21,6 +21,7 @@ from chitu.grammars.marks import text_up_to
 from chitu.grammars.tool_calls import tool_calls_lark
 from chitu.http.ask.bodies import ChatBody
 from chitu.http.ask.served_model import ServedModel
+from chitu.http.ask.turns import ChatTurns
 from chitu.http.messages.array_calls import (
     ActionParser,
     ApertusParser,
@@ -504,7 +505,7 @@ def test_a_mark_that_has_a_token_within_it_may_be_written_so() -> None:
 def plan_of(source: str, tools: list[Any] | None) -> MessagePlan | None:
     template = ChatTemplate({"default": source}, {})
     tokenizer = SimpleNamespace(template_variables=template.variables)
-    turns = SimpleNamespace(takes_several_calls=True)
+    turns = ChatTurns(template.render, source, template.variables, MessageFormat.of(source).calls)
     model = SimpleNamespace(message_format=MessageFormat.of(source), tokenizer=tokenizer, turns=turns)
     body = BODIES.decoder(ChatBody).decode(b'{"messages": [{"role": "user", "content": "a"}]}')
     return ServedModel.message_plan(cast(ServedModel, model), body, "", tools)
@@ -516,7 +517,7 @@ def test_tools_are_refused_by_what_the_template_lacks() -> None:
     assert offered is not None and offered.calls is CommandParser
     for source, told in (
         ("<|start_of_role|><|tool_call|>", "shows the model no tools"),
-        ("{{ message.tools }}<|tool|>", "shows the model no tools"),
+        ("{{ message.tools }}", "shows the model no tools"),
         ("{{ tools }}<call>", "unknown format"),
     ):
         with pytest.raises(InvalidRequest, match=told) as raised:
@@ -528,3 +529,32 @@ def test_an_answer_without_tools_is_read_where_text_has_marks() -> None:
     bare = plan_of("<|START_ACTION|><|START_TEXT|>", None)
     assert bare is not None and read(bare, "<|START_TEXT|>Hi.<|END_TEXT|>", [3]) == ("Hi.", [])
     assert plan_of("<|start_of_role|><|tool_call|>", None) is None
+
+
+def test_the_tools_of_phi_are_in_the_turn_of_its_system_and_its_calls_in_the_history() -> None:
+    source = (
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is "
+        "not none %}{{ '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}"
+        "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    stage = ChatTurns(template.render, source, template.variables, MessageFormat.of(source).calls)
+    tools = [{"type": "function", "function": {"name": "write", "parameters": {}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "write", "arguments": {"path": "a"}}}
+    turns: list[Any] = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Done."},
+    ]
+    told = '<|tool|>[{"name": "write", "parameters": {}}]<|/tool|><|end|>'
+    rest = (
+        '<|user|>Go.<|end|><|assistant|><|tool_call|>[{"name": "write", "arguments": {"path":"a"}}]<|/tool_call|>'
+        "<|end|><|tool|>Done.<|end|><|assistant|>"
+    )
+    assert stage.prompt(turns, tools, {}) == f"<|system|>{told}{rest}"
+    system: Any = {"role": "system", "content": "Help."}
+    assert stage.prompt([system, *turns], tools, {}) == f"<|system|>Help.{told}{rest}"
+    assert stage.prompt([system, *turns[:1]], None, {}) == "<|system|>Help.<|end|><|user|>Go.<|end|><|assistant|>"
+    offered = plan_of(source, tools)
+    assert offered is not None and offered.calls is PhiParser

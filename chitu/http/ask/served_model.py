@@ -180,7 +180,7 @@ class ServedModel:
         if not tools:
             reads_all = calls is not None and calls.marks_text and (calls is not HarmonyParser or marks is not None)
             calls = calls if reads_all else None
-        elif "tools" not in self.tokenizer.template_variables:
+        elif "tools" not in self.tokenizer.template_variables and not self.turns.tools_in_system:
             raise InvalidRequest(
                 "tools: the model's chat template shows the model no tools; a chat_template.jinja in its folder that "
                 "does replaces it",

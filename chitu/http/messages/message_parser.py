@@ -66,6 +66,7 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     (("<|tool_list_start|>",), LfmParser),
     (("List of tools: [", "<|im_start|>"), LfmParser),
     (("<|tool_call|>", "<|/tool_call|>"), PhiParser),
+    (("<|tool|>", "message['tools']"), PhiParser),
     (("functools[",), FunctoolsParser),
     (("<|start_of_role|>", "<|tool_call|>"), GraniteParser),
     (("<TOOLCALL>",), NemotronParser),
