@@ -247,9 +247,10 @@ SPELLINGS: list[tuple[type[CallParser], str]] = [
     (PhiParser, f"<|tool_call|>{NAMED}<|/tool_call|>"),
     (PhiParser, f'<|tool_call|>[{{"type": "function", "function": {NAMED}}}]<|/tool_call|>'),
     (PhiParser, f"functools[{NAMED}]"),
+    (PhiParser, f"[{NAMED}]<|/tool_call|>"),
     (FunctoolsParser, f"functools[{NAMED}"),
     (FunctoolsParser, f"[{NAMED}]"),
-    (NemotronParser, f"<TOOLCALL>{NAMED}</TOOLCALL>"),
+    (NemotronParser, f"<TOOLCALL>{NAMED}</TOOLCALL></TOOLCALL>"),
     (ToolCallsParser, f"\n<tool_calls>{NAMED}\n</tool_calls>"),
     (ApertusParser, f'<|tools_prefix|>{{"write": {ARGUMENTS}}}<|tools_suffix|>'),
     (ApertusParser, f"<|tools_prefix|>[{NAMED}]<|tools_suffix|>"),
@@ -289,6 +290,7 @@ SPELLINGS: list[tuple[type[CallParser], str]] = [
     (DSMLParser, f"<｜DSML｜function_calls>{DSML_BOTH.replace('</｜DSML｜invoke>', '')}</｜DSML｜function_calls>"),
     (DSMLParser, f"<｜DSML｜function_calls><｜DSML｜function_calls>\n{DSML_BOTH}</｜DSML｜function_calls>"),
     (DSMLParser, DSML_BOTH),
+    (DSMLParser, DSML_BOTH.replace("<｜DSML｜param", "<｜DSML｜<｜DSML｜param")),
     (DSMLToolsParser, f"<｜DSML｜tool_calls>\n{DSML_BOTH.removesuffix('</｜DSML｜invoke>')}"),
     (DSMLToolsParser, f"<｜DSML｜ calls>\n{DSML_BOTH.replace('<｜DSML｜', '<｜DSML｜ ')}</｜DSML｜ calls>"),
     (
@@ -332,7 +334,7 @@ def test_calls_that_are_written_for_a_template_without_them_are_read_as_these(ca
 
 def bare(calls: type[CallParser], text: str) -> str:
     """Return text without marks, which content need not have."""
-    marks = sorted({*calls.marks, *calls.needed, calls.end_mark, calls.section_end} - {""}, key=len, reverse=True)
+    marks = sorted({*calls.marks, *calls.needed, calls.end_mark} - {"", "]"}, key=len, reverse=True)
     for mark in marks:
         text = text.replace(mark.strip(), "")
     return re.sub(r"</?｜?>?[^<>]*>", "", text).strip()

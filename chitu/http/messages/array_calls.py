@@ -34,6 +34,8 @@ class ArrayParser(CallParser):
     """The model may leave the mark out at the beginning of an answer."""
     closers: ClassVar[Mapping[str, str]] = {}
     """For a mark that is no trigger: what ends its calls."""
+    text_marks: ClassVar[tuple[str, ...]] = ()
+    """Marks around text, and ends without a call ahead of them: no content."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
         super().__init__(names, is_parallel, is_enforced)
@@ -45,6 +47,9 @@ class ArrayParser(CallParser):
         return f'{cls.trigger}{cls.section_begin}{{"name": {json_text(name)}, "arguments": ', "}"
 
     def _begin(self, mark: str, text: str) -> str:
+        if mark and (mark in self.text_marks or mark == self.end_mark):
+            self._state = self._in_text
+            return text
         if mark in self.closers:
             self._closers = (self.closers[mark],)
         return super()._begin(mark, text)
@@ -70,7 +75,7 @@ class FunctionCallParser(ArrayParser):
 
 
 class PhiParser(ArrayParser):
-    marks: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "functools[")
+    marks: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "functools[", "<|/tool_call|>")
     needed: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = "<|/tool_call|>"
@@ -87,7 +92,7 @@ class FunctoolsParser(PhiParser):
 
 
 class NemotronParser(ArrayParser):
-    marks: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "\n<TOOLCALL>")
+    marks: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "\n<TOOLCALL>", "</TOOLCALL>")
     needed: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "</TOOLCALL>")
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = "</TOOLCALL>"
@@ -95,7 +100,7 @@ class NemotronParser(ArrayParser):
 
 
 class ToolCallsParser(ArrayParser):
-    marks: ClassVar[tuple[str, ...]] = ("<tool_calls>", "\n<tool_calls>")
+    marks: ClassVar[tuple[str, ...]] = ("<tool_calls>", "\n<tool_calls>", "</tool_calls>")
     needed: ClassVar[tuple[str, ...]] = ("<tool_calls>", "</tool_calls>")
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = "</tool_calls>"
@@ -113,8 +118,8 @@ class LinesParser(ToolCallsParser):
 class ApertusParser(ArrayParser):
     """The name of the tool is the key of its arguments."""
 
-    marks: ClassVar[tuple[str, ...]] = ("<|tools_prefix|>",)
-    needed: ClassVar[tuple[str, ...]] = ("<|tools_prefix|>", "<|tools_suffix|>")
+    marks: ClassVar[tuple[str, ...]] = ("<|tools_prefix|>", "<|tools_suffix|>")
+    needed: ClassVar[tuple[str, ...]] = marks
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = "<|tools_suffix|>"
     section_end: ClassVar[str] = "]<|tools_suffix|>"
@@ -162,8 +167,8 @@ class CommandParser(ActionParser):
         *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         *("<|START_TEXT|>", "<|END_TEXT|>"),
     )
-    marks: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>", *text_marks)
-    needed: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>", "<|END_ACTION|>", *text_marks)
+    marks: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>", "<|END_ACTION|>", *text_marks)
+    needed: ClassVar[tuple[str, ...]] = marks
     trigger: ClassVar[str] = marks[0]
     end_mark: ClassVar[str] = "<|END_ACTION|>"
     section_begin: ClassVar[str] = "[\n    "
@@ -178,12 +183,6 @@ class CommandParser(ActionParser):
     @classmethod
     def behind_index(cls, name: str) -> str:
         return f'", "tool_name": {json_text(name)}, "parameters": '
-
-    def _begin(self, mark: str, text: str) -> str:
-        if mark in self.text_marks:
-            self._state = self._in_text
-            return text
-        return super()._begin(mark, text)
 
 
 class CommandTextParser(CommandParser):

@@ -25,14 +25,15 @@ _HEAD = re.compile(rf'(?:{_SECTIONS}\s*(?:{_OPEN})?|{_OPEN})* ?invoke\s+name="?(
 _NO_HEAD = re.compile(rf"(?:{_SECTIONS}\s*|{_OPEN})*(?!{_OPEN[0]}| ?invoke| ?function_| ?tool_| ?calls)[^\s<]{{9}}")
 """What begins so is no head."""
 _ARGUMENT = re.compile(
-    rf'{_OPEN} ?parameter\s+name="?([^">\n]+)"?(?:\s+string="?(true|false)"?)?\s*>(?:"\s+string="(?:true|false)">)*'
-    rf"((?:(?!</?{DSML}).)*)(?:{_CLOSE} ?\w*>?\s*)*",
+    rf'(?:{_OPEN})+ ?parameter\s+name="?([^">\n]+)"?(?:\s+string="?(true|false)"?)?\s*>'
+    rf'(?:"\s+string="(?:true|false)">)*((?:(?!</?{DSML}).)*)(?:{_CLOSE} ?\w*>?\s*)*',
     re.DOTALL,
 )
 _END = re.compile(rf"{_CLOSE} ?invoke>|(?={_OPEN} ?invoke)|(?={_CLOSE}{_SECTIONS})")
 _END_CHARS = 32
 """More than a tag that ends a call has."""
 _CLOSED = re.compile(rf"{_CLOSE}[^>\n]*(?:>|(?=\n))")
+_TAGS = re.compile(rf"(?:</?{DSML}[^>\n]*>?\s*)+")
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 """Type of a JSON value that begins so; others are numbers."""
 
@@ -81,6 +82,10 @@ class DSMLParser(CallParser):
             return text
         self._last = ""
         return super()._begin(mark, text)
+
+    def _refuse(self, rest: str) -> str:
+        self._raw = [_TAGS.sub("", "".join(self._raw))]
+        return super()._refuse(rest)
 
     # ------------------------------------------- states: each takes text, which is not empty, and returns what is left
 
@@ -142,7 +147,7 @@ class DSMLParser(CallParser):
 
     def _arguments(self, text: str) -> str | None:
         """Return the arguments as a JSON object; None if the text is not all of them."""
-        text = text.strip()
+        text = _TAGS.sub("", text.strip(), count=1) if text.lstrip().startswith(_CLOSE) else text.strip()
         if text.startswith("{"):  # an object instead of parameters
             return arguments_of(text)
         parameters = self._schemas.get(self._name) or {}
