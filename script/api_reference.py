@@ -43,7 +43,7 @@ COMPARISON = (
         "`/v1/messages`, `/v1/messages/count_tokens`",
         "Anthropic, vLLM, SGLang, Dynamo (experimental)",
         "yes",
-        "text, tools and thinking; images and documents are refused by name",
+        "text, tools, thinking, and documents that are text; histories may have more (notes)",
     ),
     ("`/tokenize`, `/detokenize`", "vLLM, SGLang, TGI (`/tokenize`)", "yes", ""),
     (
@@ -89,7 +89,7 @@ COMPARISON = (
         "images, sound and video in prompts or answers; speech, transcriptions",
         "OpenAI, Anthropic (images), vLLM, SGLang, Dynamo",
         "no",
-        "this server serves text, and the text part of models that also take images",
+        "this server serves text, and the text part of models that also take images; for histories, see the notes",
     ),
     (
         "`/v1/embeddings`, `/v1/score`, `/v1/rerank`",
@@ -155,7 +155,7 @@ COMPARISON = (
         "no",
         "the router pairs them itself",
     ),
-    ("unknown fields", "OpenAI refuses them; vLLM and SGLang ignore them", "refused", "see below"),
+    ("unknown fields", "OpenAI refuses them; vLLM and SGLang ignore them", "ignored, with a warning", "see below"),
     (
         "an answer that outlives its connection and the router: `/v1/requests/{id}`",
         "OpenAI (background responses)",
@@ -179,9 +179,14 @@ COMPARISON = (
 HEAD = """
 ## Notes
 
-An unknown field is refused, also in nested objects (400, `param` names it and the message names the nearest known one).
-With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
-the first one.
+An unknown field is ignored, also in nested objects, and the header `X-Chitu-Warning` of the answer names the first
+ones, each with the nearest known one. A field that would change the tokens of the answer and is not served is refused
+(400, `param` names it), also those of other servers: the list is below. With `dp_config.router.unknown_fields: refuse`
+unknown fields are errors, too.
+
+A byte order mark ahead of a body is skipped, and a whole number may be written as a float (`100.0`). A list has a bound
+only where it protects memory; an enforced call (`required`, `strict`) needs a grammar, of at most 65,536 characters of
+JSON over its tools.
 
 If a chat's answer must follow a grammar (`response_format` and the like, tool calls), a model that reasons does so
 first and freely: the grammar begins after the end of the reasoning. It holds from the first token if the prompt already
@@ -248,7 +253,20 @@ Such tools, and items of an earlier turn that came from them, are left out of th
 `X-Chitu-Warning` says so; to choose one of them is an error. So the Codex CLI works at `/v1/responses` as it is, with a
 model whose chat template calls tools. Its custom tools take text: the model sees a function with the argument `input`,
 and a regular expression of theirs is a pattern of that argument, which calls always follow. A grammar in Lark is in the
-prompt alone, and `X-Chitu-Warning` names it.
+prompt alone, and `X-Chitu-Warning` names it. Its MCP servers are namespaces: the model sees a function `f` of the
+namespace `mcp__x` as `mcp__x__f` (with a number behind it if there is such a name already), and a call has `namespace`
+and `name`, in the answer and in histories. `tool_choice` takes the name alone if only one namespace has it. Tools of
+`additional_tools` and `tool_search_output` are in the prompt as those of `tools` are, and a `tool_search` that the
+client runs is a function.
+
+What agents have in their histories does not end a session. In place of images, sound, files whose bytes are not text,
+and blocks of unknown types, the prompt has a text such as `[image left out: this model takes text alone]`, and
+`X-Chitu-Warning` names the places: in earlier turns, in results of tools, and in the user's text beside such results.
+Only if the last turn is the user's, answers no call and has such a part, the request is refused (400), since the
+question may be about it. Files and documents whose bytes are text are in the prompt. Of the Responses API, calls of
+tools that the client runs (`local_shell_call`, `shell_call`, `apply_patch_call`, `computer_call`, ...) and `mcp_call`
+are calls of functions with their outputs; an output without a call before it is text of the user. `item_reference` is
+refused, since nothing is stored.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

@@ -108,6 +108,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it serves")
 
     command = commands.add_parser(
+        "token", help='print what an operator\'s calls need: curl -H "Authorization: Bearer $(chitu token)"'
+    )
+    _add_router(command)
+
+    command = commands.add_parser(
         "verify", help="compare a running cluster with one engine and name the faulty instance"
     )
     either = command.add_mutually_exclusive_group()

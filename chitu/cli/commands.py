@@ -1,5 +1,5 @@
-"""The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, plan,
-make-model, size, bench, doctor.
+"""The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, token,
+plan, make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -385,6 +385,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _token(arguments: argparse.Namespace) -> int:
+    from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
+
+    token = credential(arguments.url)
+    url = RouterClient(arguments.url, token).url
+    if token is None:
+        raise ConfigError(
+            f"no launcher of this user on this machine has a key for {url}, and neither CHITU_CLUSTER_KEY "
+            "nor CHITU_API_KEY is set; a cluster without keys takes operators' calls from its own machine, without any"
+        )
+    print(token)
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from chitu.launch.plan import split_hosts
     from chitu.tools.doctor import doctor
@@ -401,6 +416,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "join": _join,
     "drain": _drain,
     "role": _role,
+    "token": _token,
     "verify": _verify,
     "snapshot": _snapshot,
     "replay": _replay,

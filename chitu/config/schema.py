@@ -359,9 +359,9 @@ class RouterConfig(Section, frozen=True):
     stream_comment_s: NotNegative = 10.0
     """A stream that is silent for this long gets a comment (a line that readers of server-sent events skip), so that no
     proxy cuts it off; its head leaves with the first comment at the latest. 0: never."""
-    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    unknown_fields: Literal["refuse", "warn"] = "warn"
     """Handling of unknown fields of bodies (docs/api.md lists the known ones). `warn`: they are ignored, and the
-    answer's header X-Chitu-Warning names the first."""
+    answer's header X-Chitu-Warning names them. `refuse`: they are errors."""
     cors_origins: tuple[str, ...] = ()
     """Web pages whose scripts may use the API from a browser, as `https://host:port`; `*`: all. Empty: only the
     router's own. Operators' calls are excluded."""

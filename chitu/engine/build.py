@@ -102,14 +102,17 @@ def load_model(
     code: Code = "auto",
     adapters: Sequence[AdapterSpec] = (),
     window_state: bool = False,
+    spec: ModelSpec | None = None,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
-    `read_model_spec`. `window_state` as in `CacheConfig`. Without `ops`: the fastest implementation for this device and
-    dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    `read_model_spec`. `window_state` as in `CacheConfig`. `spec`: what the folder, `max_model_len`, `code` and
+    `window_state` give, if it is known. Without `ops`: the fastest implementation for this device and dtype. Raises
+    ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
-    spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
+    if spec is None:
+        spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
@@ -258,12 +261,10 @@ def _load(target: _Target, group: RankGroup | None, loading: Callable[[int, int]
         config.dtype,
         str(target.device),
         loading,
-        spec.max_model_len,
-        select_ops(target.device, dtype, config.prefill_attention == "paged"),
-        group,
-        spec.code,
-        target.adapters,
-        target.window_state,
+        ops=select_ops(target.device, dtype, config.prefill_attention == "paged"),
+        shard=group,
+        adapters=target.adapters,
+        spec=spec,
     )
     if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")

@@ -140,10 +140,15 @@ def chitu_command() -> str:
 
 
 def greeting(
-    model: ModelConfig, names: Sequence[str], url: str, log_dir: Path | None, missing: Sequence[Role] = ()
+    model: ModelConfig,
+    names: Sequence[str],
+    url: str,
+    log_dir: Path | None,
+    missing: Sequence[Role] = (),
+    has_key: bool = False,
 ) -> str:
     """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy. With
-    `missing` roles: the instances that have to join first."""
+    `missing` roles: the instances that have to join first. `has_key`: operators' calls need a token."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     logs = f"  (logs: {log_dir})" if log_dir is not None else ""
     if missing:
@@ -163,7 +168,9 @@ def greeting(
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}{logs}\n\n"
         f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
         f'        -d \'{{"model": "{name}", "max_tokens": 32, {asked}}}\'\n\n'
-        f"In a browser: {url}  In a terminal: {chitu_command()} chat --url {url}\nCtrl-C ends it."
+        f"In a browser: {url}  In a terminal: {chitu_command()} chat --url {url}\n"
+        + (f"Operators' calls (/admin/...) need the token of: {chitu_command()} token --url {url}\n" if has_key else "")
+        + "Ctrl-C ends it."
     )
 
 

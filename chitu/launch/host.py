@@ -387,7 +387,8 @@ class HostProcesses:
             return f"{self.label} is ready: {' '.join(self.members)} joined {self.url}"
         names = [instance.name for instance in instances(self.topology)]
         log_dir = self.log_dir if self._stdout is None else None
-        return greeting(self.topology.model, names, self.url, log_dir, missing_roles(self.topology))
+        missing, has_key = missing_roles(self.topology), bool(cluster_key_of(self.topology))
+        return greeting(self.topology.model, names, self.url, log_dir, missing, has_key)
 
     def _tell_commands(self) -> None:
         """Tell the commands of this user on this machine what runs here, and the cluster key."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,16 @@ from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import ARCHITECTURES, Key, NotByOwnCode, value_of
 from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_expert_spec, read_latent_spec, read_rope
+from chitu.models.generic.key_reads import keys_read
 from chitu.models.generic.library import is_known, library_version
 from chitu.models.generic.spec import read_text_shape
 from chitu.models.quantization import Quantization, read_quantization
 from chitu.protocol import CacheGroup, StateTensor
 
+logger = logging.getLogger(__name__)
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
+IGNORED = "%s: these keys are ignored, since transformers %s never reads them for this model: %s"
 MAX_HEADER_BYTES = 100 << 20
 SAMPLES = 64
 """Samples of the weights in a model's hash: 4 KiB each, at least one of each file."""
@@ -143,7 +147,8 @@ Code = Literal["auto", "own", "transformers"]
 
 
 def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Code = "auto") -> ModelSpec:
-    """Return the spec of a checkpoint folder. Every key of config.json is used, known to have no effect, or refused.
+    """Return the spec of a checkpoint folder. Every key of config.json is used, known to have no effect, never read by
+    the installed transformers (which is logged), or refused.
 
     `max_model_len`: most tokens of a served sequence; a sliding window at least that long has no effect. `code`: whose
     code computes the model; `auto` is our own if it knows the architecture and all that the config asks for. Raises
@@ -215,8 +220,16 @@ def _read_own(
 ) -> ModelSpec:
     """Return the spec of a model that our own code computes."""
     _require_own(config, architecture, where)
-    values = ARCHITECTURES[architecture].keys.read(config, where)
-    rope = read_rope(values, values["max_position_embeddings"], where)
+    ignored: list[str] = []
+
+    def find_idle(unknown: Mapping[str, str]) -> Collection[str]:
+        read = keys_read(unknown, ARCHITECTURES[architecture].model_types[0])
+        idle = () if read is None else [key for key in unknown if key not in read]
+        ignored.extend(f"{key!r}{unknown[key]}" for key in idle)
+        return idle
+
+    values = ARCHITECTURES[architecture].keys.read(config, where, find_idle)
+    rope = read_rope(values, values["max_position_embeddings"], where, find_idle)
     served = _served_tokens(rope.reach_tokens(values["max_position_embeddings"]), max_model_len, where)
     _refuse_windows(values, served, where)
     num_heads, num_layers = values["num_attention_heads"], values["num_hidden_layers"]
@@ -236,6 +249,8 @@ def _read_own(
     if rotated % 2:
         raise NotByOwnCode("head_dim", f"{where}: an odd head_dim ({rotated}) is not supported")
     _require_dtype(dtype, where)
+    if ignored:
+        logger.warning(IGNORED, where, library_version(), ", ".join(dict.fromkeys(ignored)))
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,

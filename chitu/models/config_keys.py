@@ -2,15 +2,16 @@
 
 Owns the tables by which `models/config.py` reads a config completely. A key is used (`_USED`), accepted only with the
 values that match what is computed here (`_ONLY`), or has no effect on the result, with the reason (`NO_EFFECT`). Any
-other key is refused by name: transformers passes unknown keys on to its code, so their effect cannot be known. Defaults
-are those of the config classes of `transformers`. A test compares them and mutates every key.
+other key is refused by name, unless the caller's rule says that transformers never reads it
+(`generic/key_reads.py`). Defaults are those of the config classes of `transformers`. A test compares them and mutates
+every key.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -34,32 +35,42 @@ REQUIRED: Final = "(required)"
 """Marks a key without default: sizes of tensors, which every published config has."""
 MULTIMODAL = ("text_config", "vision_config", "audio_config", "language_config", "llm_config", "thinker_config")
 LEAST_LIKENESS = 0.75
-"""Likeness, 0 to 1, from which on a known key is named as what was meant."""
+"""Likeness, 0 to 1, from which on a known key is named as what was meant by one that is refused."""
+TYPO_LIKENESS = 0.85
+"""The same for one that is ignored."""
 NO_EFFECT: dict[str, str] = {
     "names, versions and marks of the file's writer": """
         _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
-        unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
+        name_or_path unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
     "training": """
         initializer_range attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits
-        pretraining_tp ep_size""",
+        pretraining_tp ep_size gradient_checkpointing""",
     "transformers' own computation, or its outputs beside the logits": """
         use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
-        chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled""",
+        chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled _attn_implementation_internal
+        _experts_implementation_internal keys_to_ignore_at_inference tie_last_hidden_states""",
     "encoders, classifiers, earlier versions": """
         is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
-        finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
+        finetuning_task id2label label2id num_labels problem_type classifier_dropout hidden_dropout
+        task_specific_params""",
     "sampling comes from the request or generation_config.json, special tokens from the tokenizer": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
         top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
         bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
         forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-        begin_suppress_tokens bos_token_id pad_token_id sep_token_id""",
+        begin_suppress_tokens bos_token_id pad_token_id sep_token_id mask_token_id""",
     "lengths of the tokenizer, or of training": "max_sequence_length model_max_length",
     "a window over some layers; windows are refused": "max_window_layers",
 }
 """Reason -> keys that have no effect in any architecture."""
 _WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
+_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 _ONLY: dict[str, tuple[Any, ...]] = {
+    "attn_implementation": _ATTENTIONS,  # how transformers computes the same
+    "_attn_implementation": _ATTENTIONS,
+    "experts_implementation": _EXPERTS,
+    "_experts_implementation": _EXPERTS,
     "hidden_act": ("silu",),
     "is_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
@@ -125,6 +136,14 @@ KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+FindIdle = Callable[[Mapping[str, str]], Collection[str]]
+"""Returns those of the unknown keys that have no effect. Each comes with a word of what it may have been meant for."""
+
+
+def _none(unknown: Mapping[str, str]) -> Collection[str]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The known keys of one object."""
@@ -136,8 +155,9 @@ class Keys:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative spelling -> the key."""
 
-    def read(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return a value for every used key. ConfigError or UnsupportedModel (for values of `only`) names the key."""
+    def read(self, given: Mapping[str, Any], where: str, find_idle: FindIdle = _none) -> dict[str, Any]:
+        """Return a value for every used key. `find_idle` says which unknown keys have no effect. ConfigError names any
+        other one, UnsupportedModel a value that `only` lacks."""
         named = dict(given)
         for alias in self.aliases.keys() & named.keys():
             key, value = self.aliases[alias], named.pop(alias)
@@ -145,19 +165,26 @@ class Keys:
             if named.get(key, value) != value and not is_open:
                 raise ConfigError(f"{where}: {key} is {named[key]!r}, but {alias}, which means the same, is {value!r}")
             named[key] = value if named.get(key) is None else named[key]
+        unknown = [key for key in named if key not in self.used and key not in self.only and key not in self.no_effect]
+        if unknown:
+            idle = find_idle({key: self._nearest(key, TYPO_LIKENESS) for key in unknown})
+            if others := [key for key in unknown if key not in idle]:
+                raise ConfigError(self._unknown(others[0], where))
         for key, value in named.items():
             if key in self.only and value not in self.only[key]:
                 values = ", ".join(repr(each) for each in self.only[key])
                 raise NotByOwnCode(key, f"{where}: {key} {value!r} is not supported (only {values})")
-            if key not in self.used and key not in self.only and key not in self.no_effect:
-                raise ConfigError(self._unknown(key, where))
         return {key: value_of(named, key, wanted, where) for key, wanted in self.used.items()}
+
+    def _nearest(self, key: str, likeness: float = LEAST_LIKENESS) -> str:
+        """Return the known key that was probably meant, with some words; empty if there is none."""
+        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=likeness)
+        return f" (the nearest known one is {near[0]!r})" if near else ""
 
     def _unknown(self, key: str, where: str) -> str:
         if key in MULTIMODAL:
             return f"{where}: {key} belongs to a multimodal model, which is not supported; a text model has no such key"
-        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=LEAST_LIKENESS)
-        hint = f" (the nearest known one is {near[0]!r})" if near else ""
+        hint = self._nearest(key)
         return f"{where}: the key {key!r} is not known{hint}; remove it if the model computes the same without it"
 
 

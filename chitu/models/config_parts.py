@@ -1,8 +1,8 @@
 """What rotary positions, latent attention, its index and experts read from the keys of a config.json. No torch.
 
 *Rotary positions*: a config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both if they agree:
-`transformers` takes one dictionary whole and drops the other, and which one depends on its version. A key that the rope
-type does not use is refused, because it would be ignored silently.
+`transformers` takes one dictionary whole and drops the other, and which one depends on its version. A key of another
+rope type is refused, because it would be ignored silently.
 
 *Experts*: how many, how they are routed, which layers have them. Qwen3-MoE and DeepSeek-V2/V3 have different keys and
 different routing rules. What neither this project nor `transformers` computes is refused here, by name.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import DICTIONARIES, TOP_LEVEL, Key, Keys, NotByOwnCode
+from chitu.models.config_keys import DICTIONARIES, TOP_LEVEL, FindIdle, Key, Keys, NotByOwnCode
 from chitu.ops.routing_rule import RoutingRule
 
 _ANY = {"rope_type": Key("text", "default"), "rope_theta": Key("positive", 10_000.0)}
@@ -69,10 +69,11 @@ class RopeSpec:
         return max(max_positions, int(self.factor * self.original_max_position_embeddings))
 
 
-def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> RopeSpec:
-    """Return the spec. `values`: of the whole config. Raises ConfigError or UnsupportedModel, with the key's name."""
+def read_rope(values: Mapping[str, Any], max_positions: int, where: str, find_idle: FindIdle) -> RopeSpec:
+    """Return the spec. `values`: of the whole config; `find_idle` as in `Keys.read`. Raises ConfigError or
+    UnsupportedModel, with the key's name."""
     names = [name for name in DICTIONARIES if values[name]] or [DICTIONARIES[0]]
-    specs = [_read(values, name, max_positions, where) for name in names]
+    specs = [_read(values, name, max_positions, where, find_idle) for name in names]
     if specs[0] != specs[-1]:
         raise ConfigError(
             f"{where}: rope_parameters and rope_scaling contradict each other; keep one of them (rope_parameters, with "
@@ -81,7 +82,7 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> Rope
     return specs[0]
 
 
-def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) -> RopeSpec:
+def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str, find_idle: FindIdle) -> RopeSpec:
     given = dict(values[name] or {})
     for key in TOP_LEVEL:
         value = values[key]
@@ -99,7 +100,7 @@ def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) 
         no_effect=frozenset({"finetuned"}),  # a mark in configs of models that were fine-tuned with it
         aliases={"type": "rope_type"},
     )
-    rope = keys.read(given, f"{where}: {name} (rope_type {kind!r})")
+    rope = keys.read(given, f"{where}: {name} (rope_type {kind!r})", find_idle)
     is_yarn, factor = kind == "yarn", float(rope.get("factor", 1.0))
     if is_yarn and rope["attn_factor"] != 1:
         raise UnsupportedModel(

@@ -121,6 +121,14 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def first_text(self, text: str, num_tokens: int) -> str:
+        """Return the beginning of the text that has so many tokens (at least one), or all of it. Cuts no character, so
+        there may be fewer."""
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        if len(offsets) <= num_tokens:
+            return text
+        return text[: min(offsets[num_tokens - 1][1], offsets[num_tokens][0])]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text. Leaves out unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

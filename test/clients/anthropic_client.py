@@ -10,6 +10,7 @@ from typing import Any, Literal
 import anthropic
 from anthropic import types
 from anthropic.types import beta
+from anthropic.types import tool_result_block_param as results
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_params
 from pydantic import BaseModel
@@ -33,6 +34,7 @@ PAINT: dict[str, Any] = {
     },
     "strict": True,
 }
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 KINDS = {
     *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
     *("message_delta", "message_stop"),
@@ -66,9 +68,9 @@ def check_fields() -> None:
             ("tools[].", beta.BetaMCPToolsetParam),
             ("thinking.", types.ThinkingConfigEnabledParam),
             ("output_config.", types.OutputConfigParam),
-            *(("messages[].content[].", each) for each in (types.TextBlockParam, types.ToolUseBlockParam)),
-            *(("messages[].content[].", each) for each in (types.ToolResultBlockParam, types.ThinkingBlockParam)),
-            *(("messages[].content[].", each) for each in (types.ImageBlockParam, types.DocumentBlockParam)),
+            *(("messages[].content[].", each) for each in typing.get_args(types.ContentBlockParam)),
+            *(("messages[].content[].", each) for each in typing.get_args(beta.BetaContentBlockParam)[:-1]),
+            *(("messages[].content[].content[].", each) for each in typing.get_args(results.Content)),
             *(("tool_choice.", each) for each in (types.ToolChoiceToolParam, types.ToolChoiceAnyParam)),
         ]
         for prefix, param in nested:
@@ -126,7 +128,8 @@ def main() -> None:
             call = answer.content[-1]
             assert answer.stop_reason == "tool_use" and call.type == "tool_use" and call.name == "paint", answer
             assert set(call.input) == {"color", "coats"}, answer
-            done = {"type": "tool_result", "tool_use_id": call.id, "content": f"{call.input['coats']} coats"}
+            seen = [{"type": "text", "text": f"{call.input['coats']} coats"}, IMAGE]
+            done = {"type": "tool_result", "tool_use_id": call.id, "content": seen}
             messages += [answer.to_param(), {"role": "user", "content": [{**done, "is_error": place == 1}]}]
         last = client.messages.create(**{**BODY, "messages": messages}, tools=[PAINT], tool_choice={"type": "none"})
         assert last.content and last.stop_reason in ("end_turn", "max_tokens"), last

@@ -48,10 +48,17 @@ PAINT_TOOL: dict[str, Any] = {
 
 
 def use_tools(client: openai.OpenAI) -> None:
-    """Make three calls in a loop as agents do: a function, a custom tool with a grammar, and either of them."""
-    tools = [PAINT_TOOL, {"type": "web_search"}, PATCH_TOOL, {"type": "local_shell"}]
+    """Make four calls in a loop as agents do: a function, one of a namespace, a custom tool with a grammar, and any."""
+    mixing = {
+        "type": "namespace",
+        "name": "mcp__wall",
+        "description": "Walls.",
+        "tools": [{**PAINT_TOOL, "name": "mix"}],
+    }
+    tools = [PAINT_TOOL, {"type": "web_search"}, PATCH_TOOL, {"type": "local_shell"}, mixing]
     agents = {"store": False, "include": ["reasoning.encrypted_content"], "truncation": "auto", "tools": tools}
-    choices: list[Any] = [{"type": "function", "name": "paint"}, {"type": "custom", "name": "patch"}, "required"]
+    names = [{"type": "function", "name": "paint"}, {"type": "function", "name": "mix"}]
+    choices: list[Any] = [*names, {"type": "custom", "name": "patch"}, "required"]
     for streams in (False, True):
         items: list[Any] = [{"role": "user", "content": ASK}]
         for choice in choices:
@@ -66,7 +73,9 @@ def use_tools(client: openai.OpenAI) -> None:
             if call.type == "custom_tool_call":
                 assert call.name == "patch" and call.input in ("red\n", "blue\n"), call
             else:
-                assert call.type == "function_call" and call.name == "paint" and "color" in call.arguments, call
+                assert call.type == "function_call" and "color" in call.arguments, call
+                assert (call.name, getattr(call, "namespace", None)) in (("paint", None), ("mix", "mcp__wall")), call
+                assert choice == "required" or call.name == choice["name"], call
             output = {"type": f"{call.type}_output", "call_id": call.call_id, "output": "done"}
             items += [*answer.output, output]
         assert client.responses.create(**{**RESPONSE, **agents, "input": items, "tool_choice": "none"}).output_text

@@ -19,7 +19,7 @@ from chitu.tokenizer import Tokenizer
 
 MARK = "<|im_start|>"
 [MARK_ID] = Tokenizer.load(TINY_MODEL_DIR).encode(MARK, add_special_tokens=False)
-TEMPLATE = """{#- <|start_header_id|> "parameters" -#}{% if tools %}{% endif %}
+TEMPLATE = """{#- <|start_header_id|> "parameters" -#}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
 {%- for message in messages %}{{ message.content }}{% endfor %}"""
 
 

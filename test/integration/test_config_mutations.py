@@ -23,6 +23,7 @@ from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import read_model_spec
 from chitu.models.config_keys import ARCHITECTURES, NO_EFFECT, REQUIRED
+from chitu.models.generic.key_reads import keys_read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,6 +36,19 @@ much."""
 REFUSED_BEFORE_5 = {"quantization_config", "original_max_position_embeddings", "beta_fast", "beta_slow"}
 """Keys with a value that transformers before version 5 refuses and transformers 5 accepts."""
 REMOVED = "(removed)"
+NEVER_READ = """
+    _model_name_or_path unk_token_id cls_token_id model_name neftune_noise_alpha flash_attn use_flash_attention_2
+    dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob residual_dropout
+    bos_token add_bos_token seq_length max_seq_len n_ctx rope_ratio rotary_dim logits_scaling final_logit_softcapping
+    attn_logit_softcapping query_pre_attn_scalar embedding_multiplier qk_norm use_logn_attn quantization lora_alpha
+    dual_chunk_attention_config rope_tetha norm_eps tie_embeddings bias lm_head_bias no_bias task language
+    num_key_value_groups softmax_scale"""
+"""Keys that folders have, or could have, and transformers reads for none of our families."""
+READ = """
+    is_causal attention_chunk_size per_layer_config kv_sharing_modes number_of_conv_states attribute_map
+    get_text_config decoder text_config hidden_activation min_p cache_implementation quant_config base_model_tp_plan
+    _attn_implementation attn_implementation experts_implementation"""
+"""Keys that the code of all models reads."""
 ALL_IDLE = "(all without effect)"
 """Name of the mutation of all keys without effect at once, which saves time: none of them may change anything."""
 WITHOUT_EFFECT = {key for keys in NO_EFFECT.values() for key in keys.split()}
@@ -192,6 +206,10 @@ def mutations(config: dict[str, Any], architecture: str) -> Iterator[tuple[str, 
             yield key, REMOVED, {name: value for name, value in config.items() if name != key}
         for other in [None, *others(key, config.get(key, default.get(key)))]:
             yield key, other, {**config, key: other}
+    yield ALL_IDLE, "(never read)", {**config, **dict.fromkeys(NEVER_READ.split(), 3)}
+    for key in READ.split():
+        for other in (True, 3, "sdpa", None):
+            yield key, other, {**config, key: other}
     yield ALL_IDLE, "(of other versions)", {**config, **dict.fromkeys(WITHOUT_EFFECT - fields, 3)}
     rope = config.get(dictionary) or {}
     for key in sorted({*ROPE_VALUES, *rope}):
@@ -274,6 +292,32 @@ def test_a_mutated_key_gives_the_logits_of_transformers_or_is_refused_by_name(fa
             seen.add(name)
     assert not wrong, "\n".join([f"{len(wrong)} of {num}", *wrong])
     assert seen >= set(COUNT[family].split()), seen
+
+
+@pytest.mark.skipif(IS_BEFORE_5, reason="classes of older versions cannot be traced alike")
+@pytest.mark.parametrize(
+    "family", [family if family in OWN_IN_CI else pytest.param(family, marks=pytest.mark.by_hand) for family in COUNT]
+)
+def test_every_name_that_transformers_asks_a_config_for_is_found_in_its_source(family, tmp_path, monkeypatch):
+    """By this, unknown keys are told from those without effect: a name that is asked for and not found would be
+    ignored, and change tokens."""
+    write_checkpoint(tmp_path, family, num_layers=2)
+    asked: set[str] = set()
+    usual = transformers.PreTrainedConfig.__getattribute__
+
+    def traced(self: Any, name: str) -> Any:
+        asked.add(name)
+        return usual(self, name)
+
+    monkeypatch.setattr(transformers.PreTrainedConfig, "__getattribute__", traced)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False)
+    monkeypatch.undo()
+    names = {name for name in asked if not name.startswith("__")}
+    assert names >= {"hidden_size", "is_causal", "layer_types", "sliding_window"}, "it is traced"
+    read = keys_read(names, json.loads((tmp_path / "config.json").read_text())["model_type"])
+    assert read is not None
+    assert not names - read
 
 
 GENERIC = {

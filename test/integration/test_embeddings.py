@@ -130,6 +130,25 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
         assert [each["relevance_score"] for each in results] == pytest.approx([score for score, _ in order], abs=1e-5)
         assert results[0]["document"]["text"] == [TEXTS[1], TEXTS[2], TEXTS[4]][results[0]["index"]]
 
+        # As Cohere's, Jina's and vLLM's clients spell it, at their paths.
+        more = {"text": TEXTS[2], "title": "t", "year": 1}
+        told = {**body, "documents": [TEXTS[1], more, TEXTS[4]], "truncation": False, "return_documents": True}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            reply = httpx.post(url + path, json={**told, "max_tokens_per_doc": 4096, "top_n": 0})
+            again = reply.json()["results"]
+            assert again[:2] == [{**each, "document": again[i]["document"]} for i, each in enumerate(results)]
+            assert next(each["document"] for each in again if each["index"] == 1) == more
+            assert len(again) == 3 and "x-chitu-warning" not in reply.headers
+        cut = reference.tokenizer.decode(reference.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"][:9])
+        few = httpx.post(url + "/rerank", json={**body, "documents": [TEXTS[2]], "max_tokens_per_doc": 9}).json()
+        assert few["results"][0]["relevance_score"] == pytest.approx(float(query @ reference.last(cut)), abs=1e-5)
+        assert few["results"][0]["document"]["text"] == TEXTS[2]
+        for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
+            reply = httpx.post(url + "/score", json={"model": "m", names[0]: TEXTS[0], names[1]: TEXTS})
+            assert [each["score"] for each in reply.json()["data"]] == pytest.approx(cosines, abs=1e-5)
+        long = httpx.post(url + "/v2/rerank", json={**body, "documents": ["Gravity " * 9000], "truncation": True})
+        assert long.status_code == 200, long.text
+
         for route, wrong, param in (
             ("embeddings", {"input": TEXTS, "dimensions": 10**6}, "dimensions"),
             ("embeddings", {"input": []}, "input"),
@@ -139,6 +158,12 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
             ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
             ("rerank", {"query": "a", "documents": []}, "documents"),
             ("rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction"),
+            ("rerank", {"query": "a", "documents": ["b", {"title": "c"}]}, "documents[1].text"),
+            ("rerank", {"query": "a", "documents": [{"text": "b", "image": "data:"}]}, "documents[0].image"),
+            ("rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "rank_fields"),
+            ("rerank", {"query": "a", "documents": ["Gravity " * 9000]}, None),
+            ("score", {"text_1": "a"}, "text_2"),
+            ("score", {"text_1": "a", "queries": "a", "text_2": "b"}, "queries"),
         ):
             reply = httpx.post(f"{url}/v1/{route}", json={"model": "m", **wrong})
             assert reply.status_code == 400, (wrong, reply.text)
@@ -207,5 +232,23 @@ def test_logits_of_a_reranker_on_p_and_d(folder: Path) -> None:
         assert scores == pytest.approx(wanted, abs=1e-5)
         assert [each["relevance_score"] for each in results] == sorted(scores, reverse=True)
         assert "document" not in results[0]
+        # A document that is too long is cut at its end, not the words behind it that ask for the answer.
+        many = {**body, "documents": [TEXTS[1], "Gravity " * 9000]}
+        assert httpx.post(url + "/v1/rerank", json=many, timeout=60).status_code == 400
+        reply = httpx.post(url + "/v1/rerank", json={**many, "truncation": True}, timeout=60).json()
+        most = httpx.get(url + "/v1/models").json()["data"][0]["max_model_len"] - 1
+
+        def count(document: str) -> int:
+            return len(reference.tokenizer(prompt(TEXTS[0], document, "judge"), add_special_tokens=False)["input_ids"])
+
+        kept = reply["usage"]["prompt_tokens"] - count(TEXTS[1])
+        assert most - 8 <= kept <= most
+        about = len("Gravity ") * (kept - count("")) // 6  # each has six tokens
+        cut = [text for n in range(about - 20, about + 20) if count(text := ("Gravity " * 9000)[:n]) == kept]
+        score = next(each["relevance_score"] for each in reply["results"] if each["index"] == 1)
+        scores = [
+            float(torch.softmax(reference.logits(prompt(TEXTS[0], text, "judge"))[[NO, YES]], 0)[1]) for text in cut
+        ]
+        assert any(score == pytest.approx(each, abs=1e-5) for each in scores)
         reply = httpx.post(url + "/v1/embeddings", json={"model": "m", "input": "a"})
         assert reply.status_code == 400 and "LogitScore" in reply.json()["error"]["message"]

@@ -15,16 +15,12 @@ import pytest
 from nursery import forked_router
 from support.agent_requests import PATCH, anthropic_agent, codex_agent
 from support.router_process import RouterUnderTest
+from support.scripted_template import SCRIPT
 
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.tokenizer import Tokenizer
 from chitu.tools.make_model import make_model
 
-SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
-{%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}
-{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}
-{%- endfor %}
-{{- eos_token }}"""
 THOUGHT = "<think>\nHm.\n</think>\n\nLet me look."
 ARGUMENTS = {"path": 'a "b"/ü.py', "limit": None}
 CALL = f'<tool_call>\n{{"name": "read", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'

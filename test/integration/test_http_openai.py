@@ -126,8 +126,9 @@ ERRORS = [
     ({"best_of": 3, "stream": True}, 400, "best_of", "invalid_request"),
     ({"suffix": "x"}, 400, "suffix", "invalid_request"),
     ({"stop_regex": "a+"}, 400, "stop_regex", "invalid_request"),
-    ({"max_token": 2}, 400, "max_token", "invalid_request"),
-    ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options.usage", "invalid_request"),
+    ({"max_tokens": -2}, 400, "max_tokens", "invalid_request"),
+    ({"typical_p": 0.5}, 400, "typical_p", "invalid_request"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", "invalid_request"),
     ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "invalid_request"),
     ({"truncate_prompt_tokens": 513}, 400, "truncate_prompt_tokens", "invalid_request"),
     ({"structured_outputs": {}}, 400, "structured_outputs", "invalid_request"),
@@ -264,9 +265,8 @@ def test_pages_of_configured_origins_alone_may_use_the_api(
         assert httpx.options(url, headers={"origin": page}).status_code in (401, 405), "no preflight"
 
 
-def test_a_lenient_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path) -> None:
-    lenient = ("model.served_name=tiny", "dp_config.router.unknown_fields=warn")
-    with forked_router(tmp_path, model, lenient) as router:
+def test_a_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path) -> None:
+    with forked_router(tmp_path, model, ["model.served_name=tiny"]) as router:
         router.start_worker("U0")
         bodies: list[tuple[str, dict[str, object]]] = [
             ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),

@@ -1,7 +1,8 @@
 """Tools and reasoning with the official client: a real router whose model output is scripted.
 
-The chat template is only calls that are sent back, the last user's message and an eos, and a fake worker repeats its
-prompt: so the answer is the message. The output of real templates is covered by test_tool_calls.py.
+The chat template is calls that are sent back, the last user's message and an eos (`support/scripted_template.py`), and
+a fake worker repeats its prompt: so the answer is the message. The output of real templates is covered by
+test_tool_calls.py.
 """
 
 from __future__ import annotations
@@ -17,16 +18,12 @@ import openai
 import pytest
 from nursery import forked_router
 from support.router_process import RouterUnderTest, wait_until
+from support.scripted_template import SCRIPT_WITH_CALLS
 
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.tokenizer import Tokenizer
 from chitu.tools.make_model import make_model
 
-SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
-{%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}
-{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}
-{%- if message.tool_calls %}{{ message.tool_calls[0].function | tojson }} {% endif %}{% endfor %}
-{{- eos_token }}"""
 WEATHER = {"city": 'Zürich "ZH"', "days": [1, 2]}
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
 SENT = json.dumps({"name": "weather", "arguments": WEATHER}, ensure_ascii=False)
@@ -42,7 +39,7 @@ TOOLS: list[Any] = [
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest]:
     folder = tmp_path_factory.mktemp("scripted")
     model = make_model(folder / "model", family="qwen3")
-    (model / "chat_template.jinja").write_text(SCRIPT, encoding="utf-8")
+    (model / "chat_template.jinja").write_text(SCRIPT_WITH_CALLS, encoding="utf-8")
     tokenizer = Tokenizer.load(model)
     stop = str(tokenizer.encode(tokenizer.special_tokens["eos_token"], add_special_tokens=False)[0])
     with forked_router(folder, model, ("model.served_name=tiny",)) as router:
@@ -224,6 +221,25 @@ def test_a_turn_of_responses_is_sent_back_as_it_came(client: openai.OpenAI) -> N
     assert second.output_text == f"{SENT} It is cold."
 
 
+def test_a_function_of_a_namespace_is_called_by_its_name_and_a_screenshot_may_be_its_output(
+    client: openai.OpenAI,
+) -> None:
+    group: Any = {"type": "namespace", "name": "mcp__sky", "description": "Skies.", "tools": OWN_TOOLS}
+    asked: dict[str, Any] = {"model": "tiny", "tools": [group, *OWN_TOOLS]}
+    text = CALL.replace('"weather"', '"mcp__sky__weather"')
+    with client.responses.stream(**asked, input=text) as stream:
+        final = stream.get_final_response()
+    for answer in (client.responses.create(**asked, input=text), final):
+        [call] = answer.output
+        assert (call.type, call.namespace, call.name) == ("function_call", "mcp__sky", "weather")
+        assert json.loads(call.arguments) == WEATHER
+    image: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": [image]}
+    turns = [{"role": "user", "content": text}, *final.output, told, {"role": "user", "content": "So?"}]
+    raw = client.responses.with_raw_response.create(**asked, input=turns)
+    assert raw.parse().output_text and "input[2].output[0]: this server serves text" in raw.headers["x-chitu-warning"]
+
+
 def test_a_response_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "input": "one two three four five six", "max_output_tokens": 3}
     whole = client.responses.create(**body)
@@ -239,7 +255,7 @@ def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.O
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"input": []}, "input"),
-        ({"input": [image]}, "input[0].content[0].image_url"),
+        ({"input": [image]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
         ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),

@@ -133,7 +133,7 @@ def test_turns_of_one_role_are_one_and_empty_texts_are_none() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            "messages[0].content[0].source",
+            "messages[0].content[0].type",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
@@ -141,19 +141,8 @@ def test_turns_of_one_role_are_one_and_empty_texts_are_none() -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}],
-                    }
-                ]
-            },
-            "messages[0].content[0].content[0]",
-        ),
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f", "input_schema": {}, "sctrict": True}]}, "tools[0].sctrict"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
@@ -169,6 +158,137 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: st
     with pytest.raises(InvalidRequest) as raised:
         translated(**fields)
     assert raised.value.param == param and param in raised.value.message
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+NO_IMAGE = "[image left out: this model takes text alone]"
+PDF = {"type": "document", "title": "T", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
+SERVED = "this server serves text, so the prompt has a placeholder for"
+
+
+def call(ident: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": ident, "name": "Read", "input": {}}
+
+
+def result(content: Any, ident: str = "toolu_1") -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": ident, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "is_named"),
+    [
+        (IMAGE, NO_IMAGE, True),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}, "transformations": {}}, NO_IMAGE, True),
+        (PDF, "[document T left out]", True),
+        (
+            {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "a\nb"}},
+            "T\nC\na\nb",
+            False,
+        ),
+        (
+            {
+                "type": "document",
+                "source": {"type": "content", "content": [{"type": "text", "text": "a"}, IMAGE]},
+                "citations": {"enabled": True},
+            },
+            "a",
+            True,
+        ),
+        (
+            {
+                "type": "search_result",
+                "source": "https://x",
+                "title": "T",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            "T\nhttps://x\na\nb",
+            False,
+        ),
+        ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "[tool mcp__x__f]", True),
+        ({"type": "browser_state", "tabs": [], "state_changes": []}, "[browser_state left out]", True),
+        ({"type": "of_tomorrow"}, "[of_tomorrow left out]", True),
+    ],
+)
+def test_what_a_tool_has_read_is_text_or_a_placeholder_with_a_warning(
+    part: dict[str, Any], text: str, is_named: bool
+) -> None:
+    asked = {"role": "user", "content": "Look."}
+    for later in ([], [{"role": "assistant", "content": "Well."}, USER]):
+        warnings: list[str] = []
+        content = [{"type": "text", "text": "a.png"}, part]
+        read = [
+            asked,
+            {"role": "assistant", "content": [call("toolu_1")]},
+            {"role": "user", "content": [result(content)]},
+        ]
+        found = turns([*read, *later], warnings=warnings)
+        assert found[2] == {"role": "tool", "tool_call_id": "toolu_1", "content": f"a.png\n{text}"}
+        assert warnings == ([f"messages[2].content[0].content[1]: {SERVED} {part['type']}"] if is_named else [])
+    # The same in a turn of the user, which is refused only if it asks.
+    warnings = []
+    found = turns(
+        [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Well."}, USER], warnings=warnings
+    )
+    assert found[0]["content"] == text and len(warnings) == is_named
+    if text.startswith("[") and part["type"] != "tool_reference":
+        with pytest.raises(InvalidRequest) as raised:
+            turns([USER, {"role": "assistant", "content": "Well."}, {"role": "user", "content": [part]}])
+        assert raised.value.param == "messages[2].content[0].type"
+
+
+def test_an_image_beside_a_result_is_a_placeholder_too() -> None:
+    beside = [result("see below"), {"type": "text", "text": "screenshot:"}, IMAGE]
+    found = turns([USER, {"role": "assistant", "content": [call("toolu_1")]}, {"role": "user", "content": beside}])
+    assert found[2]["content"] == "see below" and found[3]["content"] == f"screenshot:\n{NO_IMAGE}"
+
+
+def test_what_ran_on_anthropics_servers_stays_in_the_history_as_placeholders() -> None:
+    search = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "a"}}
+    found = {"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x", "page_age": None}
+    blocks = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "text", "text": "I search.", "citations": []},
+        search,
+        {
+            "type": "web_search_tool_result",
+            "tool_use_id": "srvtoolu_1",
+            "content": [found],
+            "caller": {"type": "direct"},
+        },
+        {"type": "mcp_tool_use", "id": "mcptoolu_1", "name": "f", "server_name": "s", "input": {}},
+        {
+            "type": "mcp_tool_result",
+            "tool_use_id": "mcptoolu_1",
+            "is_error": False,
+            "content": [{"type": "text", "text": "42"}],
+        },
+        {
+            "type": "code_execution_tool_result",
+            "tool_use_id": "srvtoolu_2",
+            "content": {"type": "code_execution_result", "stdout": "1", "stderr": "", "return_code": 0, "content": []},
+        },
+        {"type": "container_upload", "file_id": "f"},
+        {"type": "compaction", "content": "Before: a."},
+        {"type": "compaction", "content": None},
+        {"type": "fallback", "to": {"model": "m"}, "trigger": None},
+        {"type": "text", "text": "Found."},
+    ]
+    warnings: list[str] = []
+    given = turns([USER, {"role": "assistant", "content": blocks}, USER], warnings=warnings)
+    assert given[1] == {
+        "role": "assistant",
+        "reasoning_content": "Hm.",
+        "content": "I search.\n[server_tool_use web_search left out]\n[web_search_tool_result left out]\n"
+        "[mcp_tool_use f left out]\n[mcp_tool_result]\n42\n[code_execution_tool_result left out]\n"
+        "[container_upload left out]\nBefore: a.\nFound.",
+    }
+    assert len(warnings) == 2 and "server_tool_use" in warnings[0]
+    assert warnings[1] == "messages[1].content[10]: the prompt leaves out fallback"
+
+
+def test_a_result_without_its_call_is_text_of_the_user() -> None:
+    found = turns([{"role": "user", "content": [result("42", "toolu_0")]}, {"role": "assistant", "content": "a"}, USER])
+    assert found[0] == {"role": "user", "content": "[result of a call]\n42"}
 
 
 def test_a_choice_of_tools_is_that_of_a_chat() -> None:
@@ -295,7 +415,9 @@ CALLS = st.builds(
     st.text(min_size=1, max_size=5),
     st.dictionaries(TEXTS, st.recursive(st.none() | st.integers() | TEXTS, st.lists, max_leaves=4), max_size=3),
 )
-PARTS = st.lists(st.one_of(TEXTS, st.builds(MessageDelta, TEXTS, TEXTS, st.lists(CALLS, max_size=2).map(tuple))))
+PARTS = st.lists(
+    st.one_of(TEXTS, st.builds(MessageDelta, TEXTS, TEXTS, st.lists(CALLS, max_size=2).map(tuple), st.just(())))
+)
 ENDS = (("stop", ""), ("stop", "END"), ("length", ""), ("tool_calls", ""))
 
 
@@ -312,18 +434,14 @@ def test_the_events_of_any_message_add_up_to_its_answer(
             num_calls += len(calls)
             part = part._replace(calls=tuple(calls))
         placed.append(part)
-    # A message has its parts in this order (`MessageParser`); otherwise a stream has more blocks than the whole answer.
-    order = [
-        *(MessageDelta(reasoning=part.reasoning) for part in placed if isinstance(part, MessageDelta)),
-        *(part if isinstance(part, str) else MessageDelta(part.content) for part in placed),
-        *(MessageDelta(calls=part.calls) for part in placed if isinstance(part, MessageDelta)),
-    ]
     form = MessagesFormat(HEAD, fills)
-    data = form.opening(0, 30, 16) + b"".join(form.delta(0, Delta(part, [])) for part in order)
+    data = form.opening(0, 30, 16) + b"".join(form.delta(0, Delta(part, [])) for part in placed)
     data += form.last(0, Delta("", [], reason=reason, stop_text=stop)) + form.usage(USAGE) + form.done
     events = events_of(data)
     whole = json.loads(
-        b"".join(MessagesFormat(HEAD, fills).full([FinishedChoice(joined(order), reason, None, stop_text=stop)], USAGE))
+        b"".join(
+            MessagesFormat(HEAD, fills).full([FinishedChoice(joined(placed), reason, None, stop_text=stop)], USAGE)
+        )
     )
     assert accumulated(events) == whole
     assert events[0]["message"]["stop_reason"] is None
@@ -338,6 +456,16 @@ def test_the_events_of_any_message_add_up_to_its_answer(
     for block in whole["content"]:
         if block["type"] == "thinking":
             assert block["signature"] == SIGNATURE and block["thinking"]
+
+
+def test_ids_of_calls_have_the_characters_that_anthropic_permits_and_differ() -> None:
+    given = ("functions.get_w:0", "functions_get_w:0", "toolu_1-a", "é")
+    calls = tuple([CallDelta(i, "{}", name, "get_w") for i, name in enumerate(given)])
+    whole = json.loads(
+        b"".join(MessagesFormat(HEAD, False).full([FinishedChoice(MessageDelta(calls=calls), "stop", None)], USAGE))
+    )
+    ids = [block["id"] for block in whole["content"]]
+    assert ids == ["functions_get_w_0", "functions_get_w_0_", "toolu_1-a", "_"]
 
 
 def test_a_stream_has_all_kinds_of_deltas_and_pings_once_it_has_begun() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import resource
 import tracemalloc
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, wrong: 
     assert says in errors[0].message, errors
     assert len(errors) == 1
     assert errors[0].line == (3 + len(wrong) if right else None)
+
+
+def test_a_byte_order_mark_ahead_of_a_line_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    lines = [BOM_UTF8 + json.dumps(line(i)).encode() + b"\r\n" for i in (0, 1)]
+    path.write_bytes(b"".join([*lines, BOM_UTF8 + b"\n", json.dumps(line(2)).encode()]))
+    found = check_lines(path, LIMITS)
+    assert found.errors == () and len(found.ids) == 3
 
 
 def test_a_file_with_too_many_lines_is_refused_and_a_line_too_long_hides_no_other(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.clock import FakeClock
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.cli import main
@@ -23,8 +24,12 @@ from chitu.cli.arguments import make_parser
 from chitu.cli.unknown_options import INSTANCES, KEYS
 from chitu.config.key_paths import known_keys
 from chitu.config.load import load_topology
-from chitu.config.schema import ModelConfig
+from chitu.config.schema import ModelConfig, RouterConfig
+from chitu.errors import Unauthorized
+from chitu.http.wire.access import Access
 from chitu.launch.display import SIGNALS, PlainDisplay, RichDisplay, greeting, make_display, stop_on_signals
+from chitu.net.curve import derive
+from chitu.process.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +129,38 @@ def test_options_of_other_engines_lead_to_keys_that_exist() -> None:
         assert prefill.partition("=")[0] in set(known_keys()), named
 
 
-@pytest.mark.parametrize("command", ["chat", "drain", "join", "snapshot", "trace", "verify"])
+def test_the_token_that_operators_calls_need_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("CHITU_CLUSTER_KEY", "CHITU_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["token"]) == 2
+    assert "no launcher of this user" in capsys.readouterr().err
+    key = "a key of this cluster"
+    folder = RunDir()
+    folder.keep_key(21003, key)  # as `chitu serve` does
+    secrets = derive(key)
+    assert secrets is not None
+    for words in ([], ["--url", "http://localhost:21003"]):
+        assert main(["token", *words]) == 0
+        assert capsys.readouterr().out == secrets.token + "\n"
+    assert main(["token", "--url", "http://localhost:21004"]) == 2
+    monkeypatch.setenv("CHITU_CLUSTER_KEY", key)
+    assert main(["token", "--url", "http://10.0.0.1:21003"]) == 0
+    assert secrets.token in capsys.readouterr().out
+    told = greeting(ModelConfig(path="m"), ["P0"], "http://localhost:21003", None, has_key=True)
+    assert "token --url http://localhost:21003" in told
+    assert "Operators" not in greeting(ModelConfig(path="m"), ["P0"], "http://localhost:21003", None)
+    access = Access(RouterConfig(), secrets, FakeClock())
+    with pytest.raises(Unauthorized, match=r"Authorization: Bearer TOKEN, which `chitu token` prints"):
+        access.require({"path": "/admin/weights", "headers": [], "client": ("127.0.0.1", 1)})
+    sent = [(b"authorization", b"Bearer " + secrets.token.encode())]
+    access.require({"path": "/admin/weights", "headers": sent, "client": ("127.0.0.1", 1)})
+    folder.remove()
+
+
+@pytest.mark.parametrize("command", ["chat", "drain", "join", "snapshot", "token", "trace", "verify"])
 def test_every_command_of_a_running_cluster_names_it_by_the_same_option(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -104,7 +104,9 @@ def test_a_grammar_in_lark_is_in_the_prompt_and_a_warning(model: ServedModel, de
 
 def test_a_chosen_tool_with_a_grammar_in_lark_is_called_with_any_text(model: ServedModel) -> None:
     made = parsed(model, codex_agent(reasoning=None))
-    assert made.for_answer.custom_tools == {"apply_patch", "note"} and made.for_answer.encodes_reasoning
+    kinds = {name: tool.kind for name, tool in made.for_answer.tools.items()}
+    assert kinds == {**dict.fromkeys(("shell", "update_plan"), "function"), "apply_patch": "custom", "note": "custom"}
+    assert made.for_answer.encodes_reasoning
     assert made.samplings[0].grammar is None
     forced = parsed(model, codex_agent(reasoning=None, tool_choice={"type": "custom", "name": "apply_patch"}))
     assert [warning.split(":")[0] for warning in forced.warnings] == [

@@ -219,8 +219,9 @@ def test_a_schema_of_responses_is_never_dropped() -> None:
 def test_no_more_than_one_call_is_made_where_the_template_could_not_take_them_back(tmp_path: Path) -> None:
     path = copy_of_tiny(tmp_path) / "chat_template.jinja"
     refuses = "{% for m in messages if m.tool_calls and m.tool_calls[1:] %}{{ raise_exception('one') }}{% endfor %}"
+    earlier = "{% for m in messages[:-1] %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     for ahead, several in (("", True), (refuses, False)):
-        path.write_text(ahead + TEMPLATE)
+        path.write_text(ahead + earlier + TEMPLATE)
         job = World(path=tmp_path).chat("a", tools=[TOOL], tool_choice="required")
         grammar = job.samplings[0].grammar
         assert job.plan is not None and job.plan.is_parallel is several and grammar is not None

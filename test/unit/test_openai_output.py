@@ -27,7 +27,9 @@ from chitu.http.ask.parsed import OutputOptions
 from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.http.dialects.responses.answers import ResponsesFormat
 from chitu.http.dialects.responses.bodies import ResponsesBody
-from chitu.http.dialects.responses.chat import Repeated, chat_of_responses, decoded_reasoning, encoded_reasoning
+from chitu.http.dialects.responses.chat import Repeated, chat_of_responses
+from chitu.http.dialects.responses.items import decoded_reasoning, encoded_reasoning
+from chitu.http.dialects.responses.tools import CalledTool
 from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
 from chitu.http.table import BODIES, ENDPOINTS
 from chitu.protocol import SamplingParams, pack_logprobs, prompt_lines, unpack_logprobs
@@ -235,6 +237,7 @@ USAGE = UsageCount(3, 4, 1)
 
 decode = BODIES.decoder(ResponsesBody).decode
 ECHO = Repeated.of(decode(b'{"input": "a"}'), SamplingParams(max_tokens=1))
+CUSTOM = {"apply_patch": CalledTool("custom", "apply_patch", "")}
 HEAD = AnswerHead("id", 1, "m", "resp_")
 
 
@@ -387,9 +390,9 @@ def test_reasoning_that_comes_back_encoded_is_what_was_sent() -> None:
 )
 def test_a_custom_call_has_its_text_whole_and_streamed(arguments: str, text: str) -> None:
     calls = (CallDelta(0, arguments, "call_1", "apply_patch"), CallDelta(1, '{"a": 1}', "call_2", "f"))
-    whole = ResponsesFormat(HEAD, ECHO._replace(custom_tools=frozenset({"apply_patch"})))
+    whole = ResponsesFormat(HEAD, ECHO._replace(tools=CUSTOM))
     answer = json.loads(b"".join(whole.full([FinishedChoice(MessageDelta("b", "", calls), "tool_calls", None)], USAGE)))
-    streamed = ResponsesFormat(HEAD, ECHO._replace(custom_tools=frozenset({"apply_patch"})))
+    streamed = ResponsesFormat(HEAD, ECHO._replace(tools=CUSTOM))
     data = streamed.opening(0) + streamed.delta(0, Delta(MessageDelta("b", "", calls), []))
     events = events_of(data + streamed.last(0, Delta("", [], reason="tool_calls")) + streamed.usage(USAGE))
     assert events[-1]["response"]["output"] == answer["output"]
@@ -477,10 +480,9 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
     assert last["output"] == list(items.values()) and last["usage"]["total_tokens"] == 7
     if status == "completed":
         assert all(item["status"] == "completed" for item in items.values())
-    # Not streamed: the same content, with one item of each kind unless the kinds alternate.
     answer = json.loads(b"".join(form().full([FinishedChoice(joined(placed), reason, None)], USAGE)))
     assert answer["status"] == status and answer["usage"] == last["usage"]
-    assert set(answer) == set(last)
+    assert set(answer) == set(last) and answer["output"] == last["output"]
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:

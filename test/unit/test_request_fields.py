@@ -7,7 +7,7 @@ import re
 import runpy
 import tracemalloc
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import openai.types.chat as chat_types
@@ -45,8 +45,9 @@ from chitu.http.ask.bodies import (
 )
 from chitu.http.ask.chat import chat_messages, offered_tools
 from chitu.http.ask.decoder import MAX_FIELD_BYTES, MAX_TOOLS_BYTES, warning_header
-from chitu.http.ask.fields import OTHER_NAMES, Field
+from chitu.http.ask.fields import Field
 from chitu.http.ask.grammar_fields import grammar_of
+from chitu.http.ask.other_servers import NEUTRAL_OF_OTHER_NAMES, OTHER_NAMES
 from chitu.http.ask.prompts import prompts_of
 from chitu.http.ask.sampling import output_options, sampling_params
 from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
@@ -132,11 +133,11 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
         assert {prefix + name for name in param.__annotations__} <= set(table)
     table = fields_of(RESPONSES)
     for prefix, param in (
-        ("input[].", responses.EasyInputMessageParam),
-        ("input[].", responses.ResponseOutputMessageParam),
-        ("input[].", responses.ResponseFunctionToolCallParam),
-        ("input[].", responses.response_input_item_param.FunctionCallOutput),
-        ("input[].", responses.ResponseReasoningItemParam),
+        *(("input[].", item) for item in get_args(responses.ResponseInputItemParam)),
+        ("tools[].", responses.NamespaceToolParam),
+        ("tools[].tools[].", responses.namespace_tool_param.ToolFunction),
+        ("tools[].", responses.ToolSearchToolParam),
+        ("input[].content[].", responses.ResponseInputFileParam),
         ("input[].content[].", responses.ResponseInputTextParam),
         ("input[].content[].", responses.ResponseInputImageParam),
         ("input[].content[].", responses.ResponseOutputTextParam),
@@ -200,7 +201,6 @@ def test_what_is_true_for_python_but_not_in_json_asks_for_something() -> None:
 
 UNKNOWN = [
     (CHAT, {"temprature": 0}, "temprature", "did you mean temperature?"),
-    (CHAT, {"maxTokens": 5}, "maxTokens", "did you mean max_tokens?"),
     (CHAT, {"temprature": None}, "temprature", "did you mean temperature?"),
     (CHAT, {"user": "me", "metadata": {}, "tools": [], "qqqq": 1}, "qqqq", "no such field"),
     (CHAT, {"prompt": "a"}, "prompt", "/v1/completions has it"),
@@ -216,20 +216,39 @@ UNKNOWN = [
     (TOKENIZE, {"add_special_token": False}, "add_special_token", "did you mean add_special_tokens?"),
     (DETOKENIZE, {"skip_special": True}, "skip_special", "did you mean skip_special_tokens?"),
     (CHAT, {"x\r\ny": 1}, "x\r\ny", "no such field"),
-    (CHAT, {"enable_thinking": False}, "enable_thinking", "did you mean chat_template_kwargs.enable_thinking?"),
-    (CHAT, {"n_predict": 5}, "n_predict", "did you mean max_tokens?"),
-    (COMPLETIONS, {"n_predict": 5}, "n_predict", "did you mean max_tokens?"),
-    (CHAT, {"predicton": 5}, "predicton", "no such field"),  # not the name of a field that is refused
-    (RESPONSES, {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
-    (RESPONSES, {"response_format": {}}, "response_format", "did you mean text.format?"),
-    (CHAT, {"input": "a"}, "input", "did you mean messages?"),
+    (CHAT, {"typical_q": 5}, "typical_q", "no such field"),  # not the name of a field that is refused
+    (CHAT, {"maxTokenz": 5}, "maxTokenz", "did you mean max_tokens?"),
 ]
+
+
+OTHERWISE = [
+    (CHAT, "maxTokens", "max_tokens"),
+    (CHAT, "n_predict", "max_tokens"),
+    (COMPLETIONS, "n_predict", "max_tokens"),
+    (CHAT, "think", "enable_thinking"),
+    (RESPONSES, "enable_thinking", "chat_template_kwargs.enable_thinking"),
+    (RESPONSES, "max_tokens", "max_output_tokens"),
+    (RESPONSES, "response_format", "text.format"),
+    (MESSAGES, "response_format", "output_config.format"),
+    (MESSAGES, "stop", "stop_sequences"),
+    (CHAT, "stop_sequences", "stop"),
+    (CHAT, "input", "messages"),
+    (RERANK, "texts", "documents"),
+]
+
+
+@pytest.mark.parametrize(("route", "name", "here"), OTHERWISE)
+def test_a_field_that_is_served_under_another_name_is_refused_with_that_name(route: str, name: str, here: str) -> None:
+    for warnings in (None, []):
+        with pytest.raises(InvalidRequest) as raised:
+            decode(route, {name: 5}, warnings)
+        assert raised.value.param == name and f"see `{here}`" in raised.value.message
 
 
 def test_other_names_lead_to_fields_that_are_served() -> None:
     served = {field.name for route in BODIES for field in fields_of(route).values() if field.effect == SERVED}
     named = {here.split(".enable")[0] for meant in OTHER_NAMES.values() for here in meant}
-    assert named <= served
+    assert named <= served and NEUTRAL_OF_OTHER_NAMES.keys() <= OTHER_NAMES.keys()
 
 
 @pytest.mark.parametrize("value", [None, "x", {"type": "ephemeral"}, []])
@@ -341,11 +360,11 @@ def test_no_object_of_any_body_ignores_a_field_that_it_does_not_know() -> None:
     assert [kind for kind in seen if not cast(Any, kind).__struct_config__.forbid_unknown_fields] == []
 
 
-def test_a_lenient_server_names_an_unknown_field_of_the_body_and_one_of_its_objects_and_takes_the_rest() -> None:
-    messages = [USER, {**USER, "a1": 1}, {**USER, "content": [{"type": "text", "text": "b", "b1": 1}]}]
+def test_a_lenient_server_names_unknown_fields_of_the_body_and_of_its_objects_and_takes_the_rest() -> None:
+    messages = [USER, {**USER, "a1": 1}, {**USER, "a1": 1, "content": [{"type": "text", "text": "b", "b1": 1}]}]
     warnings: list[str] = []
     body = decode(CHAT, {"messages": messages, "n": 2, "c1": 1, "d1": 1}, warnings)
-    assert [text.split(":")[0] for text in warnings] == ["c1", "messages[1].a1"]
+    assert [text.split(":")[0] for text in warnings] == ["messages[1].a1", "messages[2].content[0].b1", "c1", "d1"]
     assert body.n == 2 and [message["content"] for message in chat_messages(body.messages)] == ["a", "a", "b"]
 
 
@@ -362,12 +381,14 @@ def test_of_a_message_what_is_not_served_is_refused_unless_empty(name: str) -> N
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}])
-def test_only_an_answer_that_is_sent_back_may_have_no_content(content: dict[str, Any]) -> None:
+def test_only_an_answer_that_is_sent_back_and_the_result_of_a_tool_may_have_no_content(content: dict[str, Any]) -> None:
     answer = {"role": "assistant", **content, "refusal": None, "reasoning_content": "Hm"}  # cut off while it reasons
     decoded = decode(CHAT, {"messages": [USER, answer, USER]})
     sent_back = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
     assert chat_messages(decoded.messages) == [USER, sent_back, USER]
-    for role in ("system", "user", "tool"):
+    nothing = {"role": "tool", "tool_call_id": "c"}
+    assert chat_messages(decode(CHAT, {"messages": [{**nothing, **content}]}).messages) == [{**nothing, "content": ""}]
+    for role in ("system", "user"):
         decoded = decode(CHAT, {"messages": [USER, {"role": role, **content}]})
         with pytest.raises(InvalidRequest) as raised:
             chat_messages(decoded.messages)
@@ -478,10 +499,10 @@ PART = {"type": "text", "text": "a"}
 VOCAB = 100_000
 
 
-def read(decoder: Any, body: Any) -> Any:
+def read(decoder: Any, body: Any, warnings: list[str] | None = None) -> Any:
     """Read everything that is made of a body's fields before anything is tokenised."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    decoded = decoder.decode(raw)
+    decoded = decoder.decode(raw, warnings)
     if decoder is DECODERS[COMPLETIONS]:
         prompts_of(decoded.prompt, "prompt")
     if getattr(decoded, "messages", None) is not None:
@@ -639,6 +660,11 @@ COSTLY = {
     "objects in prompt": (DECODERS[COMPLETIONS], '{"prompt":[%s{}]}', "{},"),
     "objects where none are known": (DECODERS[COMPLETIONS], '{"guided_json":[%s{}]}', "{},"),
     "objects in an unknown field": (DECODERS[COMPLETIONS], '{"unheard_of":[%s{}]}', "{},"),
+    "objects in an unknown field of an object": (
+        DECODERS[CHAT],
+        '{"messages":[{"role":"user","content":"a","unheard_of":[%s{}]}]}',
+        "{},",
+    ),
     "objects in messages": (DECODERS[CHAT], '{"messages":[{"role":"a","tool_calls":[%s{}]}]}', "{},"),
     "biases": (DECODERS[COMPLETIONS], '{"logit_bias":{%s"1":1}}', '"2":1,'),
     "stop ids": (DECODERS[COMPLETIONS], '{"stop_token_ids":[%s1]}', "1,"),
@@ -647,13 +673,14 @@ COSTLY = {
 }
 
 
+@pytest.mark.parametrize("warnings", [None, []])
 @pytest.mark.parametrize("name", COSTLY)
-def test_no_json_becomes_much_larger_than_it_is(name: str) -> None:
+def test_no_json_becomes_much_larger_than_it_is(name: str, warnings: list[str] | None) -> None:
     decoder, form, piece = COSTLY[name]
     body = (form % (piece * (600_000 // len(piece)))).replace(",}", "}").encode()
     tracemalloc.start()
     try:
-        read(decoder, body)
+        read(decoder, body, warnings)
     except InvalidRequest:
         pass
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -160,8 +161,9 @@ def test_what_is_no_call_is_content(calls: type[SectionParser]) -> None:
         right + "[1]" + end,
         calls.head_begins + "add",
     ):
+        expected = functools.reduce(lambda left, mark: left.replace(mark, ""), calls.needed, text)
         for size in (1, 7, len(text)):
-            assert read(plan(calls), text, [size]) == (text, []), text[:80]
+            assert read(plan(calls), text, [size]) == (expected, []), text[:80]
 
 
 def test_the_ids_of_kimi_are_those_that_it_wrote_and_differ() -> None:
@@ -175,6 +177,49 @@ def test_the_ids_of_kimi_are_those_that_it_wrote_and_differ() -> None:
     message = message_of(plan(KimiParser), KIMI_BEGIN + written.replace("functions.add:a", "functions.add"), [6])
     assert [call.id.rpartition(":")[2] for call in message.calls] == ["7", "8", "2", "3", "1"]
     assert [call.name for call in message.calls] == ["add"] * 4 + ["functions.look"]
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("functions_add_1", "add"),
+        ("add:0", "add"),
+        ("functions.add", "add"),
+        ("functions.add:0:1", "add"),
+        ("functions:add:call_3", "add"),
+        ("function.add-2", "add"),
+        ("Functions.Add:0", "add"),
+        ("tools.get_it:0", "get-it"),
+        ("functions.get_it_2:0", "get_it_2"),
+        ("call_abc123", ""),
+        ("functions.adder:0", ""),
+        ("functions.add_all:0", ""),
+    ],
+)
+def test_an_id_of_kimi_that_is_a_little_off_names_its_tool(label: str, name: str) -> None:
+    how = MessagePlan(None, False, True, KimiParser, ("add", "get-it", "get_it_2", "look"), True)
+    one = f"{KIMI_BEGIN}<|tool_call_begin|>{label}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    for size in (1, 3, 999):
+        assert read(how, one, [size]) == (("", [(name, "{}")]) if name else (label + "{}", []))
+
+
+def test_an_id_of_kimi_that_names_nothing_is_of_the_only_tool_if_the_arguments_fit() -> None:
+    only = {"add": {"properties": {"a": {}, "b": {}}, "required": ["a"]}}
+    begin = f"{KIMI_BEGIN}<|tool_call_begin|>call_abc123<|tool_call_argument_begin|>"
+    for names, arguments, is_call in (
+        (only, '{"a": 1}', True),
+        (only, '{"a": 1, "b": 2}', True),
+        (only, '{"a": 1, "c": 2}', False),
+        (only, '{"b": 1}', False),
+        (only, "", False),
+        ({"look": None}, "", True),
+        ({**only, "look": None}, '{"a": 1}', False),
+    ):
+        how = MessagePlan(None, False, True, KimiParser, names, True)
+        for size in (1, 3, 999):
+            content, found = read(how, begin + arguments + "<|tool_call_end|>", [size])
+            expected = [(next(iter(names)), arguments or "{}")]
+            assert (content, found) == (("", expected) if is_call else ("call_abc123" + arguments, []))
 
 
 @pytest.mark.parametrize("calls", PARSERS)

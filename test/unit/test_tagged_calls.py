@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -81,6 +82,12 @@ def read(how: MessagePlan, text: str, sizes: list[int], is_whole: bool = True) -
     return message.content, [(call.name, call.arguments) for call in message.calls]
 
 
+def bare(text: str) -> str:
+    """Return text without the tags of all formats; their names stay."""
+    text = re.sub(r"</?(?:tool_call|minimax:tool_call|arg_key|arg_value)>|</(?:function|invoke|parameter)>", "", text)
+    return re.sub(r'<(?:function=|invoke name=|parameter=|parameter name=)"?([^>"\n]*)"?>', r"\1", text)
+
+
 def rendered(calls: type[TaggedParser], given: list[tuple[str, dict[str, Any]]]) -> str:
     template = ChatTemplate({"default": "{% set calls = messages[0].tool_calls %}" + TEMPLATES[calls]}, {})
     made = [{"function": {"name": name, "arguments": arguments}} for name, arguments in given]
@@ -88,7 +95,7 @@ def rendered(calls: type[TaggedParser], given: list[tuple[str, dict[str, Any]]])
 
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["{}", "</parameter>", "a\n</parameter>\nb", "</function>", "1", "true", '"x"', "<tool_call>", "[1, 2", "\\n\t{"]
+    ["{}", 'a <parameter name="b">c</parameter>', "</function>", "1", "true", '"x"', "<tool_call>", "[1, 2", "\\n\t{"]
 )
 SAFE = TEXTS.filter(lambda text: text.strip() != "null")
 VALUES = st.fixed_dictionaries(
@@ -144,7 +151,7 @@ def test_what_is_no_call_is_content(calls: type[TaggedParser]) -> None:
     ):
         for size in (1, 7, len(text)):
             content, found = read(plan(calls), text, [size])
-            assert (content.strip(), found) == (text.strip(), []), text[:80]
+            assert (content, found) == (bare(text).lstrip("\n" * text.startswith("\n")), []), text[:80]
 
 
 def test_values_are_what_the_schema_says_and_what_the_model_plainly_means() -> None:
@@ -159,6 +166,106 @@ def test_values_are_what_the_schema_says_and_what_the_model_plainly_means() -> N
     }
     assert values(path="\n a\n\n", count="many") == {"path": "\n a\n\n", "count": "many"}
     assert values(count="1, 2") == {"count": "1, 2"}
+
+
+QWEN_BODY = "<parameter=path>\nRome\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
+GLM_BODY = "<arg_key>path</arg_key><arg_value>Rome</arg_value><arg_key>count</arg_key><arg_value>3</arg_value>"
+MINIMAX_BODY = '<parameter name="path">Rome</parameter>\n<parameter name="count">3</parameter>\n'
+QWEN_HEAD, QWEN_END = "<tool_call>\n<function=write>\n", "</function>\n</tool_call>"
+GLM_HEAD, GLM_END = "<tool_call>write", "</tool_call>"
+MINIMAX_HEAD, MINIMAX_END = '<minimax:tool_call>\n<invoke name="write">\n', "</invoke>\n</minimax:tool_call>"
+LACKING = [
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("</parameter>\n", "", 1) + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.removesuffix("</parameter>\n") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("</parameter>\n", "") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("</parameter>", "<parameter>", 1) + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("</parameter>", "</paramter>") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("<parameter=count>", "<parameter=count") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("<parameter=count>", "<param=count>") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("<parameter=count>", '<parameter name="count">') + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("</parameter>", "</parameter></parameter>") + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD.removeprefix("<tool_call>\n") + QWEN_BODY + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD.removeprefix("<tool_call>\n") + QWEN_BODY + "</function>"),
+    (QwenCoderParser, QWEN_HEAD.replace("<function=write>", "<function=functions.write>") + QWEN_BODY + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD.replace("<function=write>", '<function name="write">') + QWEN_BODY + QWEN_END),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY + "</tool_call>"),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY + "</function>"),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY.removesuffix("\n</parameter>\n")),
+    (QwenCoderParser, QWEN_HEAD + QWEN_BODY + QWEN_END + QWEN_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.replace("<arg_key>count", "count") + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.replace("path</arg_key>", "path") + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.replace("count</arg_key>", "count") + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.replace("<arg_value>", "", 1) + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.replace("</arg_value>", "", 1) + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY.removesuffix("</arg_value>") + GLM_END),
+    (GLMParser, GLM_HEAD + "\n" + GLM_BODY.removeprefix("<arg_key>") + GLM_END),
+    (GLMParser, GLM_HEAD + GLM_BODY),
+    (CompactGLMParser, GLM_HEAD + GLM_BODY.replace("<arg_value>", "<arg_value><arg_value>") + GLM_END),
+    (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY.replace("</parameter>", "", 1) + MINIMAX_END),
+    (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY.removesuffix("</parameter>\n") + MINIMAX_END),
+    (MiniMaxParser, MINIMAX_HEAD.removeprefix("<minimax:tool_call>\n") + MINIMAX_BODY + MINIMAX_END),
+    (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY + "</minimax:tool_call>"),
+    (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY + "</invoke>"),
+]
+
+
+@pytest.mark.parametrize(("calls", "text"), LACKING)
+def test_a_call_with_a_tag_missing_or_misspelled_is_what_it_plainly_means(calls: type[TaggedParser], text: str) -> None:
+    expected = {"path": "Rome", "count": 3}
+    other = calls.written("look")
+    for ahead, behind in (("", ""), ("Well.\n", "\n" + "".join(other))):
+        for size in (1, 3, 7, 999):
+            content, found = read(plan(calls), ahead + text + behind, [size])
+            assert content == ahead.removesuffix("\n") or content == ahead, (text, content)
+            assert [(name, json.loads(given)) for name, given in found] == [
+                ("write", expected),
+                *([("look", {})] if behind else []),
+            ], text
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("<parameter=count>\n", "") + QWEN_END),
+        (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("\n</parameter>", "", 1).replace("count", "other") + QWEN_END),
+        (QwenCoderParser, QWEN_HEAD + QWEN_BODY.replace("<parameter=count>", "<count>") + QWEN_END),
+        (QwenCoderParser, "<tool_call>\n" + QWEN_BODY + QWEN_END),
+        (GLMParser, GLM_HEAD + GLM_BODY.replace("<arg_key>count</arg_key><arg_value>", "") + GLM_END),
+        (GLMParser, GLM_HEAD + GLM_BODY.replace("<arg_key>count", "other") + GLM_END),
+        (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY.replace('<parameter name="count">', "") + MINIMAX_END),
+    ],
+)
+def test_a_call_whose_argument_would_have_swallowed_a_tag_is_text_without_tags(
+    calls: type[TaggedParser], text: str
+) -> None:
+    for size in (1, 3, 999):
+        content, found = read(plan(calls), text, [size])
+        assert not found and "Rome" in content and "3" in content and bare(content) == content
+    begun = text[: text.index("Rome") + 2]  # cut off by `max_tokens`
+    content, found = read(plan(calls), begun, [3], False)
+    assert not found and content.endswith("Ro") and bare(content) == content
+
+
+@pytest.mark.parametrize("kind", ["object", "array"])
+def test_a_literal_of_python_is_an_object_or_array(kind: str) -> None:
+    schema = {"type": "object", "properties": {"o": {"type": kind}}}
+    how = plan(QwenCoderParser)._replace(names={"f": schema})
+    for text, expected in (
+        ("{'a': 1, 'b': 'x'}", {"a": 1, "b": "x"}),
+        ("{'a': {'b': [True, None, ('x', \"it's\")]}}", {"a": {"b": [True, None, ["x", "it's"]]}}),
+        ("('a', 1,)", ["a", 1]),
+        ("[('a'), ()]", ["a", []]),
+        ("{'it\\'s': 'say \"x\"\\n'}", {"it's": 'say "x"\n'}),
+        ("{'a': f()}", "{'a': f()}"),
+        ("{'a', 'b'}", "{'a', 'b'}"),
+        ("{'it's': 1}", "{'it's': 1}"),
+        ("(" * 20_000 + ")" * 20_000, []),
+        ("['a', " + "[" * 20_000 + "]" * 20_001, "['a', " + "[" * 20_000 + "]" * 20_001),
+    ):
+        body = f"<tool_call>\n<function=f>\n<parameter=o>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        _, [(_, arguments)] = read(how, body, [4096])
+        assert json.loads(arguments) == {"o": expected}, text
 
 
 @pytest.mark.parametrize("calls", PARSERS)

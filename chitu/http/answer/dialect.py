@@ -42,6 +42,8 @@ class Endpoint(NamedTuple):
     statuses: tuple[int, ...] = STATUSES
     is_streamed: bool = True
     """Whether an answer may be streamed."""
+    aliases: tuple[str, ...] = ()
+    """Other paths at which clients look for it."""
 
 
 class Dialect(NamedTuple):

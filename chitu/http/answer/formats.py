@@ -155,12 +155,13 @@ class ItemsFormat(abc.ABC):
         if isinstance(delta, str):
             return self._add("message", delta) if delta else b""
         events = b""
-        if delta.reasoning:
-            events += self._add("reasoning", delta.reasoning)
-        if delta.content:
-            events += self._add("message", delta.content)
-        for call in delta.calls:
-            events += self._add(str(call.place), self._text_of(call), call)
+        for piece in delta.pieces():
+            if isinstance(piece, CallDelta):
+                events += self._add(str(piece.place), self._text_of(piece), piece)
+            elif isinstance(piece, MessageDelta):
+                events += self._add("reasoning", piece.reasoning) if piece.reasoning else b""
+            elif piece:
+                events += self._add("message", piece)
         return events
 
     def _text_of(self, call: CallDelta) -> str:

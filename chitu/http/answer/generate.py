@@ -143,11 +143,11 @@ class GenerationRoutes:
 
     def hot_routes(self, is_batch: bool = False) -> dict[str, HotRoute]:
         """Return the routes by path: for clients all, and for batches those that generate. `is_batch`: see `answer`."""
-        routes = {}
+        routes: dict[str, HotRoute] = {}
         for each in self.endpoints.values():
             if each.answer is not None:
                 answer = partial(self.answer, endpoint=each, is_batch=is_batch)
-                routes[each.path] = HotRoute(answer, each.errors)
+                routes |= dict.fromkeys((each.path, *each.aliases), HotRoute(answer, each.errors))
             elif each.reply is not None and not is_batch:
                 routes[each.path] = HotRoute(partial(self.answer_tokens, endpoint=each), each.errors)
         return routes

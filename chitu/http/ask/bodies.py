@@ -24,8 +24,8 @@ from chitu.protocol import (
 )
 
 MAX_N = 128
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
+MAX_STOPS = 128
+MAX_STOP_CHARS = 1024
 """Characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
 """Stop token ids that a client may give. An instance may get eos ids in addition."""
@@ -35,28 +35,32 @@ MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1024
 MAX_SALT_CHARS = 256
 """Characters of `cache_salt`."""
-MAX_MESSAGES = 2048
-MAX_PARTS = 1024
+MAX_MESSAGES = 16_384
+MAX_PARTS = 4096
 """Parts of one message's content."""
 MAX_ROLE_CHARS = 64
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 256
 """Characters of a message's `name`."""
-MAX_TOOLS = 128
+MAX_TOOLS = 4096
 """Tools that one chat offers."""
-MAX_TOOL_CALLS = 128
+MAX_TOOL_CALLS = 1024
 """Tool calls of one message."""
-MAX_TOOL_NAME_CHARS = 128
+MAX_TOOL_NAME_CHARS = 256
 MAX_ID_CHARS = 1 << 14
 """Characters of a tool call's id: some providers put a signature of thousands of characters into it."""
 MAX_TEMPLATE_KWARGS = 64
 """Variables for the chat template that one request gives."""
-MAX_PROMPTS = 1024
+MAX_METADATA = 1024
+"""Entries of `metadata` that an answer repeats."""
+MAX_PROMPTS = 2048
 """Prompts in one body, and choices over all of them; each choice is a request of its own."""
 MAX_TOKENS = 1 << 18
 """Token ids that `/detokenize` accepts. `/tokenize` returns at most this many, or `max_model_len` if that is more."""
 TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
+REPLACED = "replaced by a placeholder in earlier turns and beside results of tools, refused in a last turn that asks"
+"""What becomes of a part that is no text (`parts.py`)."""
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`reader.py`)."""
 
@@ -108,7 +112,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 # ------------------------------------------------------------------------------------------ completions and chats alike
 
 
-TokenCount = Annotated[int, msgspec.Meta(ge=1)]
+TokenCount = Annotated[int, documented(minimum=-1)]
+"""1 or more; -1 is no limit. Checked with the context (`sampling.py`)."""
 Temperature = Annotated[
     Annotated[float, msgspec.Meta(ge=0, le=2)] | None,
     note("0 (greedy) to 2; default: the model's (`model.sampling_defaults`), else 1"),
@@ -199,10 +204,10 @@ class GenerationBody(Body, kw_only=True):
     llama.cpp's."""
 
     max_tokens: Annotated[
-        Annotated[int, documented(minimum=1)] | None,
+        TokenCount | None,
         note(
-            "1 to the rest of the context; default: completions 16, chat the rest of the context, or what the bound on "
-            "answers leaves to one choice"
+            "1 to the rest of the context, or -1: all of it; default: completions 16, chat the rest of the context, or "
+            "what the bound on answers leaves to one choice"
         ),
     ] = None
     """Without effect beside `max_completion_tokens`, also if it is out of range."""
@@ -212,15 +217,15 @@ class GenerationBody(Body, kw_only=True):
     n: Annotated[
         _NumChoices | None,
         note(
-            "1 to 128, at most 1024 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
+            "1 to 128, at most 2048 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
             "to a request with that seed. The prompt is computed and moved once"
         ),
     ] = None
     stop: Annotated[
         StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None,
         note(
-            "text or up to 16 texts of 1 to 256 characters. Special tokens in them are found, too, although the answer "
-            "does not show them; a text that is one special token also counts as its id in `stop_token_ids`"
+            "text or up to 128 texts of 1 to 1024 characters. Special tokens in them are found, too, although the "
+            "answer does not show them; a text that is one special token also counts as its id in `stop_token_ids`"
         ),
     ] = None
     seed: Annotated[
@@ -363,7 +368,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Annotated[
         _NumChoices | None,
         note(
-            "`n` to 128, at most 1024 over all prompts: so many choices are generated, and the `n` with the highest "
+            "`n` to 128, at most 2048 over all prompts: so many choices are generated, and the `n` with the highest "
             "logprob per token are returned, best first; all count in the usage. Not above `n` with `stream`"
         ),
     ] = None
@@ -372,25 +377,56 @@ class CompletionBody(GenerationBody, kw_only=True):
 # ---------------------------------------------------------------------------------------------------------------- chats
 
 
+AllowedMode = Annotated[
+    Literal["auto", "required"], note("`auto` (default), or `required`: the answer is a call, or several")
+]
 _FunctionType = Annotated[Literal["function"], note("`function`")]
 ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
-_NameOfTool = Annotated[ToolName, note("1 to 128 characters, each once")]
+_NameOfTool = Annotated[ToolName, note("1 to 256 characters, each once")]
 NameOfChosen = Annotated[str, note("name of one of `tools`")]
 CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 Parameters = Annotated[dict[str, Any] | None, note("a JSON schema")]
 RoleText = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+_Replaced = Annotated[Unread, ignored(REPLACED)]
+
+
+class ReasoningText(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[str, documented(enum=["text"]), note("`text`")]
+    text: str
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[
+        str,
+        note(
+            "`text`, `refusal`, or `file` with text in it; in an answer that is sent back also `thinking`, which is "
+            f"its reasoning, and `redacted_thinking`, which is left out of the prompt; any other is {REPLACED}"
+        ),
+    ]
     text: str | None = None
+    refusal: Annotated[str | None, note("of `refusal`: text")] = None
+    file: Annotated[dict[str, Any] | None, note("of `file`: `file_data`, base64 or a data URL, and `filename`")] = None
+    thinking: Annotated[
+        str | list[ReasoningText] | None, note("of `thinking`; passed to the chat template as the model's reasoning")
+    ] = None
+    signature: Annotated[Unread, ignored("nothing is signed")] = msgspec.UNSET
+    data: Annotated[Unread, ignored("nothing is signed")] = msgspec.UNSET
+    closed: Annotated[Unread, ignored("Mistral's: reasoning that is sent back has ended")] = msgspec.UNSET
+    image_url: _Replaced = msgspec.UNSET
+    video_url: _Replaced = msgspec.UNSET
+    audio_url: _Replaced = msgspec.UNSET
+    input_audio: _Replaced = msgspec.UNSET
     cache_control: Without = msgspec.UNSET
     prompt_cache_breakpoint: Without = msgspec.UNSET
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[ToolName, note("1 to 128 characters")]
-    arguments: Annotated[str | None, note("JSON; if not an object, passed to the template as text")] = None
+    name: Annotated[ToolName, note("1 to 256 characters")]
+    arguments: Annotated[
+        str | dict[str, Any] | None, note("JSON, or its object; if not an object, passed to the template as text")
+    ] = None
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -424,9 +460,24 @@ class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: NameOfChosen
 
 
-class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: _FunctionType
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
     function: ChosenFunction
+    type: _FunctionType = "function"
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    tools: Annotated[
+        list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS), note("those that may be called")
+    ]
+    mode: AllowedMode = "auto"
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[Literal["function", "allowed_tools"], note("`function` or `allowed_tools`")]
+    function: Annotated[ChosenFunction | None, note("of `function`")] = None
+    allowed_tools: Annotated[
+        AllowedTools | None, note("of `allowed_tools`: the prompt has all of `tools`, and calls are of these alone")
+    ] = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -434,17 +485,17 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: Annotated[
         str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None,
         note(
-            "text, or up to 1024 parts, which a line break joins, as in vLLM and llama.cpp; of an `assistant` also "
-            "null or left out"
+            "text, or up to 4096 parts, which a line break joins, as in vLLM and llama.cpp; of an `assistant` or a "
+            "`tool` also null or left out"
         ),
     ] = None
     name: Annotated[
         Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None,
-        note("up to 64 characters; passed to the chat template, which may ignore it"),
+        note("up to 256 characters; passed to the chat template, which may ignore it"),
     ] = None
     tool_calls: Annotated[
         Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None,
-        note("up to 128, of an answer that is sent back; 400 if the chat template has no calls"),
+        note("up to 1024, of an answer that is sent back; 400 if the chat template has no calls"),
     ] = None
     tool_call_id: Annotated[
         CallId | None, note("up to 16,384 characters: the call that a message of the role `tool` answers")
@@ -466,12 +517,12 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 Messages = Annotated[
     Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})] | None,
-    note("1 to 2048"),
+    note("1 to 16,384"),
     CONTENT,
 ]
 ToolList = Annotated[
     Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-    note("up to 128; in the prompt as the model's chat template writes them"),
+    note("up to 4096; in the prompt as the model's chat template writes them"),
 ]
 TemplateKwargs = Annotated[
     Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)] | None,
@@ -512,7 +563,7 @@ class ChatBody(GenerationBody, kw_only=True):
         note(
             "`auto` (default; text that the model writes as a call of one of `tools` is a call), `none` (the prompt "
             "has no tools), `required` or a function: the answer is a call that follows its schema, or several with "
-            "`required`"
+            "`required`; or `allowed_tools`"
         ),
     ] = None
     parallel_tool_calls: OneCall = None
@@ -521,6 +572,13 @@ class ChatBody(GenerationBody, kw_only=True):
         note(
             "none, minimal, low, medium, high, xhigh or max, for a chat template that reads it, or `enable_thinking` "
             "(all but `none` are true)"
+        ),
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        note(
+            "as `chat_template_kwargs.enable_thinking`, which overrides it; of a chat template that reads `thinking`, "
+            "that. One without such a choice gets a warning"
         ),
     ] = None
     include_reasoning: Annotated[bool | None, note("false: `reasoning_content` is left out; default true")] = None

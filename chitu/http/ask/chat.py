@@ -11,21 +11,25 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, Tool
-from chitu.http.ask.translation import text_of
+from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, TextPart, Tool
+from chitu.http.ask.parts import LeftOut, Reading, question_start, read_file, required_text, text_of
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role -> the name that chat templates use."""
 _EMPTY = (b"null", b'""', b"[]", b"{}")
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off."""
 SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
 """Variables of chat templates that `chat_template_kwargs` may not set."""
 
 
-def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them. Raise InvalidRequest for content that is not text."""
+def chat_messages(given: list[ChatMessage] | None, warnings: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them. Content that is no text is replaced, and `warnings` gets a
+    sentence about it; if the last turn asks about it, raise InvalidRequest."""
     if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
+    left, question = LeftOut(), question_start([message.role for message in given])
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
@@ -33,12 +37,8 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
                 value = getattr(message, name)
                 if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
                     raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
-        content = message.content
-        if content is None:
-            if message.role != "assistant":
-                raise InvalidRequest(f"{where}.content is required", f"{where}.content")
-            content = ""  # templates add text to it
-        content = text_of(content, ("text",), f"{where}.content")
+        is_asked = i >= question and message.role == "user"
+        content, thought = _content(message, f"{where}.content", None if is_asked else left)
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
@@ -46,10 +46,46 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
             message_of_template["tool_calls"] = [_call_of_template(call, where) for call in message.tool_calls]
         if message.tool_call_id:
             message_of_template["tool_call_id"] = message.tool_call_id
-        if reasoning := message.reasoning_content or message.reasoning:
+        reasoning = message.reasoning_content or message.reasoning or ""
+        if thought and thought not in reasoning:  # some clients send it as a part and as a field
+            reasoning = f"{reasoning}\n{thought}" if reasoning else thought
+        if reasoning:
             message_of_template["reasoning_content"] = reasoning
         messages.append(message_of_template)
+    if warnings is not None:
+        left.warn(warnings)
     return messages
+
+
+def _content(message: ChatMessage, where: str, left: LeftOut | None) -> tuple[str, str]:
+    """Return a message's text, and the reasoning that is among its parts. `left`: as of `text_of`."""
+    content = message.content
+    if content is None:
+        if message.role not in ("assistant", "tool"):  # a tool may return nothing
+            raise InvalidRequest(f"{where} is required", where)
+        return "", ""  # templates add text to it
+    if isinstance(content, str) or message.role != "assistant":
+        return text_of(content, _read_part, where, left), ""
+    thoughts = [_thinking(part, f"{where}[{i}]") for i, part in enumerate(content) if part.type == "thinking"]
+    told = {i: part for i, part in enumerate(content) if part.type not in ("thinking", "redacted_thinking")}
+    texts = [text_of([part], _read_part, where, left, first=i) for i, part in told.items()]
+    return "\n".join(texts), "\n".join(filter(None, thoughts))
+
+
+def _read_part(part: TextPart, where: str) -> Reading:
+    if part.type == "text":
+        return required_text(part.text, where)
+    if part.type == "refusal":
+        return Reading(part.refusal)
+    if part.type == "file" and isinstance(part.file, dict):
+        return read_file(part.file.get("file_data"), part.file.get("filename"))
+    return Reading(part.text)
+
+
+def _thinking(part: TextPart, where: str) -> str:
+    if part.thinking is None:
+        raise InvalidRequest(f"{where}.thinking is required", f"{where}.thinking")
+    return part.thinking if isinstance(part.thinking, str) else "".join([each.text for each in part.thinking])
 
 
 def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
@@ -58,12 +94,13 @@ def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
     if call.type not in (None, "function"):
         raise InvalidRequest(f"{where}.tool_calls: only calls of type 'function' are supported", f"{where}.tool_calls")
     arguments: Any = call.function.arguments or "{}"
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        value = None
-    if isinstance(value, dict):
-        arguments = value
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            arguments = value
     of_template = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return {"id": call.id, **of_template} if call.id else of_template
 
@@ -94,13 +131,19 @@ class ChosenTools(NamedTuple):
     """Tools whose calls must follow their schemas; empty: calls are not constrained."""
     is_required: bool = False
     """The answer must be a call of one of `enforced`."""
+    allowed: list[dict[str, Any]] | None = None
+    """Tools of which text can be a call; None: all that are offered."""
+
+    @property
+    def callable(self) -> list[dict[str, Any]] | None:
+        return self.offered if self.allowed is None else self.allowed
 
 
 def chosen_tools(body: ChatBody) -> ChosenTools:
     """Return the tools of the body that its `tool_choice` selects. Raise InvalidRequest if it names no tool of them."""
     tools, choice = offered_tools(body.tools), body.tool_choice
     if choice is None or choice == "auto":
-        return ChosenTools(tools, _strict(body.tools or (), tools or ()))
+        return ChosenTools(tools, _constrained(body.tools or (), tools or ()))
     if choice == "none":
         return ChosenTools(None, [])
     if isinstance(choice, str) and choice not in TOOL_CHOICES:
@@ -112,20 +155,36 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
         raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
     if isinstance(choice, str):
         return ChosenTools(tools, tools, True)
-    named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-    if not named:
-        raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")
-    return ChosenTools(tools, named, True)
+    if choice.type == "function":
+        if choice.function is None:
+            raise InvalidRequest("tool_choice.function is required", "tool_choice.function")
+        named = {choice.function.name: "tool_choice"}
+    else:
+        if choice.allowed_tools is None:
+            raise InvalidRequest("tool_choice.allowed_tools is required", "tool_choice.allowed_tools")
+        each = enumerate(choice.allowed_tools.tools)
+        named = {tool.function.name: f"tool_choice.allowed_tools.tools[{i}]" for i, tool in each}
+    known = {tool["function"]["name"] for tool in tools}
+    for name, where in named.items():
+        if name not in known:
+            raise InvalidRequest(f"{where}: {name[:80]!r} is none of tools", where)
+    chosen = [tool for tool in tools if tool["function"]["name"] in named]
+    if choice.allowed_tools is None or choice.allowed_tools.mode == "required":
+        return ChosenTools(tools, chosen, True, chosen)
+    given = [tool for tool in body.tools or () if tool.function.name in named]
+    return ChosenTools(tools, _constrained(given, chosen, len(chosen) < len(tools)), allowed=chosen)
 
 
-def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools that constrain calls if at least one of them is strict. A tool that is not strict accepts any
-    object. Empty if no tool is strict."""
-    if not any(tool.function.strict for tool in given):
+def _constrained(
+    given: Sequence[Tool], callable_: Sequence[dict[str, Any]], is_part: bool = False
+) -> list[dict[str, Any]]:
+    """Return the tools that constrain calls if at least one of them is strict, or they are only a part of those in the
+    prompt (`is_part`). A tool that is not strict accepts any object. Empty if calls are not constrained."""
+    if not is_part and not any(tool.function.strict for tool in given):
         return []
     return [
         tool if own.function.strict else {"function": {"name": own.function.name}}
-        for own, tool in zip(given, offered, strict=True)
+        for own, tool in zip(given, callable_, strict=True)
     ]
 
 
@@ -153,6 +212,16 @@ def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str,
         variables["enable_thinking"] = effort != "none"
     if not variables and effort != "none":
         raise InvalidRequest("reasoning_effort: the model's chat template has no such choice", "reasoning_effort")
+    return variables
+
+
+def thinking_variables(wanted: bool | None, known: Collection[str], warnings: list[str]) -> dict[str, Any]:
+    """Return `enable_thinking` as variables of a template that reads `known`; a warning if it has no such choice."""
+    if wanted is None:
+        return {}
+    variables: dict[str, Any] = {name: wanted for name in THINKING_VARIABLES if name in known}
+    if not variables:
+        warnings.append("enable_thinking: the model's chat template has no such choice")
     return variables
 
 

@@ -11,32 +11,9 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from chitu.http.ask.bodies import SERVED, Effect
+from chitu.http.ask.bodies import REFUSED, SERVED, Effect
+from chitu.http.ask.other_servers import NEUTRAL_OF_OTHER_NAMES, OTHER_NAMES, Row
 
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens", "max_completion_tokens"),
-        ("max_tokens", "max_output_tokens"),
-    ),
-    **dict.fromkeys(
-        ("enable_thinking", "thinking", "think", "preserve_thinking"), ("chat_template_kwargs.enable_thinking",)
-    ),
-    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), ("repetition_penalty",)),
-    **dict.fromkeys(("stop", "stop_sequences", "stop_strings"), ("stop", "stop_sequences")),
-    **dict.fromkeys(("grammar", "gbnf"), ("guided_grammar",)),
-    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format", "output_config.format")),
-    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort", "thinking")),
-    "temp": ("temperature",),
-    "num_return_sequences": ("n",),
-    "response_format": ("text.format", "output_config.format"),
-    "output_format": ("response_format", "text.format", "output_config.format"),
-    "top_n_tokens": ("top_logprobs", "logprobs"),
-    "messages": ("input",),
-    "input": ("messages", "prompt"),
-    "system": ("messages", "instructions"),
-    "instructions": ("system", "messages"),
-}
-"""Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
 TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
 
 
@@ -50,13 +27,11 @@ class Field(NamedTuple):
     """Values, besides null, with which a refused field asks for nothing and is accepted."""
 
 
-Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
-"""Name, note and, optionally, neutral values."""
 Unserved = tuple[tuple[tuple[str, ...], Effect, tuple[Row, ...]], ...]
 """Routes, what they do with the fields, and these fields."""
 
 
-def _in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
+def in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
     """Yield the fields of a body's struct and of the objects in it, with what their metadata says."""
     for field in msgspec.structs.fields(struct):
         name = prefix + field.encode_name
@@ -65,7 +40,7 @@ def _in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field
             told |= {"note": meta.description or told.get("note", ""), **(meta.extra or {})}
         yield Field(name, told.get("effect", SERVED), told.get("note", ""))
         for nested, dots in _structs_in(field.type, ""):
-            yield from _in_struct(nested, f"{name}{dots}.")
+            yield from in_struct(nested, f"{name}{dots}.")
 
 
 def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:
@@ -78,10 +53,14 @@ def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], st
 
 def fields_of(struct: type[msgspec.Struct], route: str, unserved: Unserved) -> dict[str, Field]:
     """Return the fields of a route, whose body the struct is, by name."""
-    fields = {field.name: field for field in _in_struct(struct)}
+    fields = {field.name: field for field in in_struct(struct)}
     for routes, effect, rows in unserved:
         if route in routes:
             fields |= {row[0]: Field(row[0], effect, *row[1:]) for row in rows}
+    for name, meant in OTHER_NAMES.items():
+        here = next((each for each in meant if each.split(".")[0] in struct.__struct_fields__), None)
+        if here is not None and name not in fields:
+            fields[name] = Field(name, REFUSED, f"see `{here}`", NEUTRAL_OF_OTHER_NAMES.get(name, ()))
     return fields
 
 

@@ -21,6 +21,7 @@ from chitu.http.ask.chat import (
     end_of_prompt,
     reasoning_variables,
     template_variables,
+    thinking_variables,
 )
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
@@ -78,13 +79,16 @@ class BodyParser:
 
     def rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
         adapter = self.model.adapter_of(body.model)
+        known = self.model.tokenizer.template_variables
         variables = {
-            **reasoning_variables(body.reasoning_effort, self.model.tokenizer.template_variables),
+            **reasoning_variables(body.reasoning_effort, known),
+            **thinking_variables(body.enable_thinking, known, warnings),
             **template_variables(body.chat_template_kwargs),
         }
         tools = chosen_tools(body)
         begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
-        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered, begins, continues)
+        messages = chat_messages(body.messages, warnings)
+        text = self.model.render(messages, variables, warnings, tools.offered, begins, continues)
         return RenderedChat(text, variables, tools, adapter)
 
     def chat(
@@ -98,7 +102,7 @@ class BodyParser:
         """`caps`: more tokens than the rest of the context are no error, but cut to it. `enforced`: see
         `Translation`."""
         text, variables, tools, adapter = self.rendered(body, warnings)
-        plan, calls, schemas = self.model.message_plan(body, text, tools.offered), None, []
+        plan, calls, schemas = self.model.message_plan(body, text, tools.callable), None, []
         if tools.enforced and plan is not None and plan.calls is not None:
             schemas = _call_schemas(body.tools or (), tools)
             followed = [_as_enforced(tool, enforced) for tool in tools.enforced]

@@ -24,6 +24,8 @@ from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, Gra
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat's default is the rest of the context."""
+NO_LIMIT = -1
+"""`max_tokens` of clients that want all the context has, as LM Studio and llama.cpp take it."""
 SEED_MASK = (1 << 63) - 1
 TokenSequences = tuple[tuple[int, ...], ...]
 STANDARD = SamplingDefaults()
@@ -52,13 +54,16 @@ class AskedAnswer:
     def __init__(
         self, body: GenerationBody, rules: Rules, model: ServedModel, context: ParseContext, num_prompts: int
     ) -> None:
-        self._body, self._rules, self._model = body, rules, model
+        self._body, self._model = body, model
         self._defaults = model.sampling_defaults
         self.options = options = output_options(body)
-        wanted = body.max_completion_tokens
-        if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
-            raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
-        self._wanted = wanted
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        wanted: int | None = getattr(body, name)
+        if wanted is not None and wanted < 1:
+            if wanted != NO_LIMIT:
+                raise InvalidRequest(f"{name}: must be at least 1, or -1 for no limit, not {wanted}", name)
+            wanted, rules = None, rules._replace(default_tokens=None)
+        self._wanted, self._rules = wanted, rules
         self.limits = limits = context.require_limits()
         if options.stops:
             found = model.tokenizer.special_tokens_in(options.stops)

@@ -8,12 +8,12 @@ warning: agents send such tools by default, and can do without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
-from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage, Tool, ToolFunction
+from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
 
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
@@ -24,11 +24,11 @@ class FieldNames(NamedTuple):
 
     patterns: tuple[tuple[re.Pattern[str], str], ...]
     """Fields of a chat -> the fields that they are made from. The first that matches applies."""
-    tool_places: Sequence[int]
-    """Place, in the other body, of each tool of the chat."""
+    tool_places: Sequence[str]
+    """Place, in the other body, of each tool of the chat: `tools[2]`."""
     tool_fields: tuple[tuple[str, str], ...] = ()
     """Fields of a tool -> their own names."""
-    custom_places: Collection[int] = ()
+    custom_places: Collection[str] = ()
     """Places of those tools that have a format in the place of parameters."""
     too_long: str = ""
     """How the error of too long a prompt begins, if clients look for that."""
@@ -41,7 +41,7 @@ class FieldNames(NamedTuple):
                 field = ".format"
             for name, own in self.tool_fields:
                 field = re.sub(rf"\A\.{name}\b", f".{own}", field)
-            return f"tools[{place}]{field}"
+            return f"{place}{field}"
         for pattern, name in self.patterns:
             if pattern.match(param):
                 return pattern.sub(name, param)
@@ -65,65 +65,6 @@ class Translation(NamedTuple):
     """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
 
 
-class ContentPart(Protocol):
-    type: str
-    text: str | None
-
-
-def text_of(given: str | Sequence[ContentPart], types: Sequence[str], where: str) -> str:
-    """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. Raise InvalidRequest for a
-    part of another type, and for one without text."""
-    if isinstance(given, str):
-        return given
-    for i, part in enumerate(given):
-        if part.type not in types:
-            known, kind = ", ".join(map(repr, types)), part.type[:40]
-            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind!r}", f"{where}[{i}]")
-        if part.text is None:
-            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
-    return "\n".join([part.text for part in given if part.text is not None])
-
-
-class NamedTool(Protocol):
-    @property
-    def type(self) -> str | None: ...
-
-    @property
-    def name(self) -> str | None: ...
-
-
-ToolT = TypeVar("ToolT", bound=NamedTool)
-
-
-def functions_of(
-    given: Sequence[ToolT],
-    types: Collection[str | None],
-    function_of: Callable[[ToolT, str, int], ToolFunction],
-    warnings: list[str],
-) -> tuple[list[Tool], list[int]]:
-    """Return the tools of a chat for those of these types, and the place of each among those given. `function_of` gets
-    a tool, its name and its place. The prompt leaves out all others, and a warning says so."""
-    tools, places, others = [], [], {}
-    for i, tool in enumerate(given):
-        if tool.type not in types:
-            others[f"tools[{i}]"] = str(tool.type)
-            continue
-        if tool.name is None:
-            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
-        tools.append(Tool("function", function_of(tool, tool.name, i)))
-        places.append(i)
-    if others:
-        warnings.append(left_out(others))
-    return tools, places
-
-
-def left_out(kinds: Mapping[str, str]) -> str:
-    """Return the warning that the prompt does not have what is at these places: kinds of tools by place."""
-    told, places = ", ".join(sorted({kind[:40] for kind in kinds.values()})), [*kinds]
-    where = ", ".join(places[:4]) + (", ..." if len(places) > 4 else "")
-    return f"{where}: this server cannot run {told}, so the prompt leaves it out"
-
-
 def served_effort(effort: str | None, known: Collection[str], param: str, warnings: list[str]) -> str | None:
     """Return the effort of reasoning. If the chat template, which reads `known`, has no such choice: None, with a
     warning, since agents send an effort whatever the model is."""
@@ -145,3 +86,17 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
     turn.content = text if not turn.content else f"{turn.content}\n{text}"
+
+
+def without_orphans(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with each result of a call that is not among those before it as text of the user: chat
+    templates look for the call."""
+    called: set[str | None] = set()
+    kept = []
+    for message in messages:
+        called |= {call.id for call in message.tool_calls or ()}
+        if message.role == "tool" and message.tool_call_id not in called:
+            of = f" of {message.name}" if message.name else ""
+            message = ChatMessage("user", f"[result of a call{of}]\n{message.content}")
+        kept.append(message)
+    return kept

@@ -75,9 +75,6 @@ class ChatTurns:
         if tools and self.tools_in_system:
             turns = forms.tools_in_system(turns, tools)
         text = self._rendered(turns, tools, add_generation_prompt and not continues, variables)
-        for i, tool in enumerate(tools or ()):
-            if (self._has_tools or self.tools_in_system) and tool["function"]["name"] not in text:
-                raise InvalidRequest(f"tools[{i}]: the model's chat template leaves it out", f"tools[{i}]")
         if continues:
             text, end, _ = text.rpartition(END)
             if not end:
@@ -101,7 +98,6 @@ class ChatTurns:
         raise InvalidRequest(f"{where}: the model's chat template would leave it out of the prompt", where)
 
     def _find_missing(self, key: str, reform: Reform, has_tools: bool) -> InvalidRequest | tuple[int, str] | None:
-        """Return the index and key of a text that does not arrive, or why none does; None if all do."""
         turns, places, variables = msgspec.json.decode(key)
         return self._arrival(turns, places, reform, has_tools, variables)
 
@@ -150,10 +146,14 @@ class ChatTurns:
         reasoning = self._first(probes.REASONING, forms.after(order, joins), written, has_tools)
         behind = forms.after(reasoning, written)
         safe = functools.reduce(forms.after, probes.SAFE, calls)
-        takes_several = self._all_arrive(probes.TWO, forms.after(calls, written), has_tools)
-        takes_one = self._all_arrive(probes.ONE, forms.after(calls, written), has_tools)
+        several, one = (
+            self._arrival_of(chat, forms.after(calls, written), has_tools) for chat in (probes.TWO, probes.ONE)
+        )
+        takes_only_one = one is None or (isinstance(several, InvalidRequest) and not isinstance(one, InvalidRequest))
         return _Chosen(
-            forms.after(forms.after(order, joins), behind), forms.after(safe, behind), takes_several or not takes_one
+            forms.after(forms.after(order, joins), behind),
+            forms.after(safe, behind),
+            several is None or not takes_only_one,
         )
 
     def _first(self, form: Form, before: Reform, behind: Reform, has_tools: bool) -> Reform:
@@ -167,8 +167,13 @@ class ChatTurns:
     def _all_arrive(
         self, chat: list[Turn], reform: Reform, has_tools: bool, in_order: bool = False, shows: str = ""
     ) -> bool:
+        return self._arrival_of(chat, reform, has_tools, in_order, shows) is None
+
+    def _arrival_of(
+        self, chat: list[Turn], reform: Reform, has_tools: bool, in_order: bool = False, shows: str = ""
+    ) -> InvalidRequest | tuple[int, str] | None:
         words = in_words(chat)
-        return self._arrival(words.turns, words.places, reform, has_tools, {}, in_order, shows) is None
+        return self._arrival(words.turns, words.places, reform, has_tools, {}, in_order, shows)
 
     def _arrival(
         self,
@@ -180,6 +185,7 @@ class ChatTurns:
         in_order: bool = False,
         shows: str = "",
     ) -> InvalidRequest | tuple[int, str] | None:
+        """Return the index and key of a text that does not arrive, or why none does; None if all do."""
         try:
             text = self._rendered(reform(turns), [probes.TOOL] if has_tools else None, False, variables)
         except InvalidRequest as error:

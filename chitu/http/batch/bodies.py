@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from chitu.http.ask.bodies import documented, note
+from chitu.http.ask.bodies import MAX_METADATA, documented, note
 from chitu.http.batch.lines import LineError
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -24,7 +24,8 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
         str, note("such as `24h`: a number of `s`, `m`, `h` or `d`, after which lines without an answer expire")
     ]
     metadata: Annotated[
-        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
+        Annotated[dict[str, str], msgspec.Meta(max_length=MAX_METADATA)] | None,
+        note("up to 1024 texts; repeated in the answer"),
     ] = None
     output_expires_after: Annotated[
         ExpiresAfter | None, note("age of the output and error files at which they are removed")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
@@ -130,6 +131,7 @@ def _raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, bytes
         if not raw.endswith(b"\n"):
             while (rest := file.readline(READ_BYTES)) and not rest.endswith(b"\n"):
                 pass
+        raw = raw.removeprefix(BOM_UTF8)  # files that were joined have some within, too
         if raw.strip():
             yield number, raw.rstrip(b"\r\n")
 

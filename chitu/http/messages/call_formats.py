@@ -38,6 +38,7 @@ from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls, Tool
 
 MARK = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
+_MARK_BEGUN = "[TOOL"
 _NAMED = re.compile(
     r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?"
     r"(?:(?:\[ARGS\]\s*(?:null|None|\[\])?)?\s*(?=\[TOOL_CALLS\]|\Z)|"
@@ -52,6 +53,7 @@ class HermesParser(LooseParser):
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>", *LOOSE_MARKS)
     needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     trigger: ClassVar[str] = "<tool_call>"
+    hidden: ClassVar[tuple[str, ...]] = ("</tool_call>",)
     separator: ClassVar[str | None] = "\n"
     end_mark: ClassVar[str] = "</tool_call>"
 
@@ -83,7 +85,6 @@ class Llama4Parser(LlamaParser):
     """Llama 4: content between two marks, and the calls behind it; models also put a call between the marks."""
 
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
-    hides_marks: ClassVar[bool] = True
     needed: ClassVar[tuple[str, ...]] = marks
     separator: ClassVar[str | None] = ""
     end_mark: ClassVar[str] = marks[1]
@@ -91,6 +92,7 @@ class Llama4Parser(LlamaParser):
 
 class MistralParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = (MARK,)
+    tags: ClassVar[tuple[str, ...]] = (ARGS, "[CALL_ID]")
     needed: ClassVar[tuple[str, ...]] = (MARK,)
     trigger: ClassVar[str] = MARK
 
@@ -123,6 +125,13 @@ class MistralParser(CallParser):
             self._held = text
             return ""
         return super()._in_head(text)
+
+    def _behind_broken(self, text: str) -> str:
+        read = "".join(self._raw[2:])
+        if read.endswith(_MARK_BEGUN):  # up to its `_` a mark may be an array
+            self._raw[2:] = [read.removesuffix(_MARK_BEGUN)]
+            text = _MARK_BEGUN + text
+        return super()._behind_broken(text)
 
     def _make_id(self) -> str:
         return os.urandom(5).hex()[:9]  # the templates accept only ids of 9 letters and digits

@@ -7,24 +7,37 @@ strings: a raw line break there is no JSON, but means only one thing.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from chitu.http.messages.python_literals import python_to_json
+
+_FIELDS = ("reasoning", "content", "calls")
+"""Fields of a message, in the order that it has unless the model wrote another."""
 _OUTSIDE = re.compile(r"[\sA-Za-z0-9.+:,-]*")
-_INSIDE = re.compile(r'[^"\\]*')
+_INSIDE = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_BRACKET = re.compile(r""""(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[()\[\]{}"']""", re.DOTALL)
+"""A string, a bracket, or what begins a string that does not end."""
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+MAX_DEPTH = 512
+"""Open brackets of an object whose missing ones are added."""
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments."""
 NAMES = ("name", "function")
 """Keys under which they write the name of the tool."""
 _KEYS = ("type", "id", *NAMES, *ARGUMENTS)
-_STRING = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)("?))?', re.DOTALL)
+_STRING = re.compile(r"""\s*(?:(?P<q>["'])((?:(?!(?P=q))[^\\]|\\.)*)((?P=q)?))?""", re.DOTALL)
 _UNQUOTED = {"type": re.compile(r"null"), "id": re.compile(r"null|\d+")}
 """Values that are no strings, under keys that name no tool."""
+_PREFIX = re.compile(r"\A(?:functions?|tools?)[^A-Za-z0-9]*", re.IGNORECASE)
+_SUFFIX = re.compile(r"(?::[^:]*|\d{1,9}|(?<![_-])(?:json|code|commentary|analysis|final|assistant)|[^A-Za-z0-9]+)\Z")
+_NO_WORD = re.compile(r"[^a-z0-9]+")
 _NO_ARGUMENTS = re.compile(r"(?:null|\[\s*\])?")
 _COLON, _COMMA = re.compile(r"\s*(:?)"), re.compile(r"\s*(,?)")
 _NOT_JSON = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
@@ -55,14 +68,30 @@ class MessageDelta(NamedTuple):
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    order: tuple[tuple[str, int], ...] = ()
+    """Runs in the order in which the model wrote them: the name of a field above, and how many of its characters or
+    calls. Empty: reasoning, then content, then calls."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the runs in their order; reasoning as a message."""
+        at = dict.fromkeys(_FIELDS, 0)
+        for kind, size in self.order or ((kind, len(getattr(self, kind))) for kind in _FIELDS):
+            begin = at[kind]
+            at[kind] = end = begin + size
+            if kind == "calls":
+                yield from self.calls[begin:end]
+            elif kind == "content":
+                yield self.content[begin:end]
+            else:
+                yield MessageDelta(reasoning=self.reasoning[begin:end])
 
 
 Piece = str | CallDelta | MessageDelta
 """What a parser emits; text is content."""
 
 
-def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelta:
-    """Return all parts as one: as text (which is content) unless a part is more than text."""
+def joined(parts: Sequence[Piece]) -> str | MessageDelta:
+    """Return all parts as one, in their order: as text (which is content) unless a part is more than text."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "".join(texts)
@@ -70,21 +99,37 @@ def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelt
     reasoning: list[str] = []
     arguments: list[list[str]] = []
     calls: list[CallDelta] = []
+    order: list[tuple[str, int]] = []
+    for piece in _pieces(parts):
+        if isinstance(piece, CallDelta):
+            if calls and calls[-1].place == piece.place:
+                arguments[-1].append(piece.arguments)
+                continue
+            calls.append(piece)
+            arguments.append([piece.arguments])
+            kind, size = "calls", 1
+        elif isinstance(piece, str):
+            content.append(piece)
+            kind, size = "content", len(piece)
+        else:
+            reasoning.append(piece.reasoning)
+            kind, size = "reasoning", len(piece.reasoning)
+        if order and order[-1][0] == kind:
+            order[-1] = (kind, order[-1][1] + size)
+        elif size:
+            order.append((kind, size))
+    whole = tuple([call._replace(arguments="".join(each)) for call, each in zip(calls, arguments, strict=True)])
+    places = [_FIELDS.index(kind) for kind, _ in order]
+    is_plain = all(place < later for place, later in itertools.pairwise(places))
+    return MessageDelta("".join(content), "".join(reasoning), whole, () if is_plain else tuple(order))
+
+
+def _pieces(parts: Sequence[Piece]) -> Iterator[Piece]:
     for part in parts:
-        if isinstance(part, str):
-            content.append(part)
-            continue
         if isinstance(part, MessageDelta):
-            content.append(part.content)
-            reasoning.append(part.reasoning)
-        for call in part.calls if isinstance(part, MessageDelta) else (part,):
-            if calls and calls[-1].place == call.place:
-                arguments[-1].append(call.arguments)
-            else:
-                calls.append(call)
-                arguments.append([call.arguments])
-    whole = [call._replace(arguments="".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
-    return MessageDelta("".join(content), "".join(reasoning), tuple(whole))
+            yield from part.pieces()
+        else:
+            yield part
 
 
 class Found(Enum):
@@ -96,49 +141,71 @@ class Found(Enum):
 
 
 class JSONEnd:
-    """Follows brackets and strings; text that it accepts may still be invalid JSON."""
+    """Follows brackets and strings, also Python's; text that it accepts may still be invalid JSON."""
 
-    __slots__ = ("_depth", "_is_escaped", "_is_text", "at")
+    __slots__ = ("_depth", "_is_escaped", "_quote", "at")
 
-    def __init__(self, depth: int = 0) -> None:
-        """`depth`: number of brackets that are already open."""
-        self._depth = depth
-        self._is_text = self._is_escaped = False
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        """What ends the string that is open."""
+        self._is_escaped = False
         self.at = 0
         """Position in its text at which the last `feed` ended: after a bracket, at a broken character, or the end."""
 
-    def feed(self, text: str, down_to: int = 0) -> Found:
-        """Read until a closing bracket or a string's end leaves at most `down_to` brackets open."""
+    def feed(self, text: str) -> Found:
+        """Read until a closing bracket or a string's end leaves no bracket open."""
         at, size = 0, len(text)
         while True:
             if self._is_escaped and at < size:
                 self._is_escaped = False
                 at += 1
-            found = (_INSIDE if self._is_text else _OUTSIDE).match(text, at)
+            found = (_INSIDE[self._quote] if self._quote else _OUTSIDE).match(text, at)
             at = found.end() if found is not None else at
             if at >= size:
                 self.at = size
                 return Found.MORE
             character = text[at]
             at += 1
-            if self._is_text:
+            if self._quote:
                 self._is_escaped = character == "\\"
-                self._is_text = self._is_escaped
-                if not self._is_text and self._depth <= down_to:
+                self._quote = self._quote if self._is_escaped else ""
+                if not self._quote and self._depth <= 0:
                     self.at = at
                     return Found.END
-            elif character == '"':
-                self._is_text = True
-            elif character in "{[":
+            elif character in "\"'":
+                self._quote = character
+            elif character in "([{":
                 self._depth += 1
-            elif character in "}]":
+            elif character in ")]}":
                 self._depth -= 1
-                if self._depth <= down_to:
+                if self._depth <= 0:
                     self.at = at
                     return Found.END
             else:
                 self.at = at - 1
                 return Found.BROKEN
+
+
+def closed(text: str) -> tuple[str, str]:
+    """Return an object with the brackets that it lacks, and what of the text is behind it."""
+    parts: list[str] = []
+    opened: list[str] = []
+    done, end = 0, len(text)
+    for found in _BRACKET.finditer(text):
+        bracket = found[0]
+        if bracket in _CLOSING:
+            opened.append(_CLOSING[bracket])
+        elif bracket in "'\"" or len(opened) > MAX_DEPTH:
+            return text, ""
+        elif len(bracket) == 1:
+            if bracket not in opened:
+                end = found.start()
+                break
+            while (missing := opened.pop()) != bracket:
+                parts += text[done : found.start()], missing
+                done = found.start()
+    return "".join([*parts, text[done:end].rstrip(), *reversed(opened)]), text[end:]
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -183,11 +250,49 @@ def arguments_of(text: str) -> str | None:
 
 def mended(text: str) -> str:
     """Return an object as JSON, if it is JSON but for raw control characters and needless escapes in strings, trailing
-    commas, or Python's constants; else as it is."""
+    commas, or what Python writes otherwise; else as it is."""
     if _fields_of(text) is not None:
         return text
     better = _NOT_JSON.sub(_mended_part, text)
+    if _fields_of(better) is None:
+        better = _NOT_JSON.sub(_mended_part, python_to_json(text, False)) if "'" in text or "(" in text else ""
     return text if _fields_of(better) is None else better
+
+
+def tool_of(label: str, names: Collection[str]) -> str:
+    """Return the tool that a label plainly names, with what models write around it (`functions.f:0`, `f_1`, `fjson`);
+    empty if it is none, or may be several."""
+    if label in names:
+        return label
+    bare = without_namespace(label)
+    labels = [label, bare]
+    for each in (label, bare):
+        while (shorter := _SUFFIX.sub("", each)) != each:
+            labels.append(each := shorter)
+    for each in labels:
+        if each in names:
+            return each
+    for each in map(_plain, labels):
+        found = [name for name in names if each and _plain(name) == each]
+        if found:
+            return found[0] if len(found) == 1 else ""
+    return ""
+
+
+def without_namespace(label: str) -> str:
+    """Return the name of a tool without that of the namespace of all tools (`functions.f`)."""
+    return _PREFIX.sub("", label, 1)
+
+
+def fits(arguments: str, schema: Any) -> bool:
+    """Return whether arguments have the keys that a tool's parameters require, and no others than they have."""
+    given, known = _fields_of(arguments), schema if isinstance(schema, Mapping) else {}
+    properties, required = known.get("properties") or {}, known.get("required") or ()
+    return given is not None and set(required) <= given.keys() <= set(properties)
+
+
+def _plain(name: str) -> str:
+    return _NO_WORD.sub("_", name.lower()).strip("_")
 
 
 def _mended_part(found: re.Match[str]) -> str:
@@ -230,42 +335,42 @@ def may_be_call(text: str, names: Collection[str]) -> bool | None:
     while True:
         key = _STRING.match(text, at)
         assert key is not None  # all parts of these patterns are optional
-        if key[1] is None:
+        if key[2] is None:
             return None if key.end() == len(text) else False
-        if not key[2]:
-            return None if any(known.startswith(key[1]) for known in _KEYS) else False
-        if key[1] not in _KEYS:
+        if not key[3]:
+            return None if any(known.startswith(key[2]) for known in _KEYS) else False
+        if key[2] not in _KEYS:
             return False
         colon = _COLON.match(text, key.end())
         assert colon is not None
         if not colon[1]:
             return None if colon.end() == len(text) else False
-        if key[1] in ARGUMENTS:
+        if key[2] in ARGUMENTS:
             return True
         value = _STRING.match(text, colon.end())
         assert value is not None
         at = value.end()
-        if value[1] is None:
+        if value[2] is None:
             if at == len(text):
                 return None
-            if key[1] == "function" and text[at] == "{":
+            if key[2] == "function" and text[at] == "{":
                 at += 1  # the name is in this object
                 continue
-            unquoted = _UNQUOTED[key[1]].match(text, at) if key[1] in _UNQUOTED else None
+            unquoted = _UNQUOTED[key[2]].match(text, at) if key[2] in _UNQUOTED else None
             if unquoted is None:
-                return None if key[1] in _UNQUOTED and "null".startswith(text[at:]) else False
+                return None if key[2] in _UNQUOTED and "null".startswith(text[at:]) else False
             at = unquoted.end()
         else:
-            expected = {"type": ("function",), "id": None}.get(key[1], names)
-            if expected is not None and value[2] and _text_of(f'"{value[1]}"'.encode()) not in expected:
+            expected = {"type": ("function",), "id": None}.get(key[2], names)
+            if expected is not None and value[3] and _text_of(f'"{value[2]}"'.encode()) not in expected:
                 return False
-            if expected is not None and not value[2]:
-                begun = value[1].partition("\\")[0]  # what an escape means is known at the end
+            if expected is not None and not value[3]:
+                begun = value[2].partition("\\")[0]  # what an escape means is known at the end
                 if not any(known.startswith(begun) for known in expected):
                     return False
-            if not value[2]:
+            if not value[3]:
                 return None
-            if key[1] in NAMES:
+            if key[2] in NAMES:
                 return True
         comma = _COMMA.match(text, at)
         assert comma is not None

@@ -1,19 +1,31 @@
 """Parsing of tool calls in a model's text: what all formats share. Pure; loop thread.
 
-A call is emitted when its object is complete and valid. Text that is no call of an offered tool is content, as it was
-written. So the parts of a stream are always the answer that is not streamed, and arguments are always a JSON object.
-Only text that may be a call is held back, and no character is read more than a few times.
+A call is emitted when its object is complete and valid, or lacks only brackets at its end. Text that is no call of an
+offered tool is content, as it was written but without the marks of the format. So the parts of a stream are always the
+answer that is not streamed, and arguments are always a JSON object. Only text that may be a call is held back, and no
+character is read more than a few times.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
 import os
 import re
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
-from chitu.http.messages.call_objects import Call, CallDelta, Found, JSONEnd, Piece, call_of, json_text, may_be_call
+from chitu.http.messages.call_objects import (
+    Call,
+    CallDelta,
+    Found,
+    JSONEnd,
+    Piece,
+    call_of,
+    closed,
+    json_text,
+    may_be_call,
+)
 from chitu.protocol import ToolFields
 from chitu.tokenizer.stop import end_before_mark
 
@@ -24,6 +36,7 @@ PIECE_CHARS = 2048
 FENCE = "```"
 _OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
 """What may precede the object of a call: a code fence, and the bracket of an array of calls."""
+_TAG_END = re.compile(r">|(?=\n)")
 _FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
 
 
@@ -31,9 +44,11 @@ class CallParser(abc.ABC):
     """Parser of one choice: `push` its text, then `finish`."""
 
     marks: ClassVar[tuple[str, ...]]
-    """Marks that begin a call in free text."""
-    hides_marks: ClassVar[bool] = False
-    """Marks are no content, also where no call follows them."""
+    """Marks that begin a call in free text. They are no content, unless they have no brackets."""
+    hidden: ClassVar[tuple[str, ...]] = ()
+    """Further marks that are no content wherever they stand."""
+    tags: ClassVar[tuple[str, ...]] = ()
+    """Texts that are no content in what looked like a call: marks, or how tags begin that end with `>`."""
     needed: ClassVar[tuple[str, ...]] = ()
     """Texts without which calls are not found, and which may be special tokens."""
     trigger: ClassVar[str]
@@ -66,8 +81,7 @@ class CallParser(abc.ABC):
         self._names = names
         self._is_parallel = is_parallel
         self._is_enforced = is_enforced
-        self._starts = frozenset(mark[0] for mark in self.marks)
-        self._longest = max(map(len, self.marks))
+        self._texts, self._starts, self._longest = _marks_of(type(self), False)
         self._held = ""
         """Received text that waits for what follows it."""
         self._raw: list[str] = []
@@ -82,6 +96,8 @@ class CallParser(abc.ABC):
         """The next space is dropped."""
         self._has_mark = False
         """A mark announced the current call."""
+        self._is_refused = False
+        """What is read now looked like a call and is none, up to the next mark."""
         self._state: Callable[[str], str] = self._in_text
         if self.is_leading:
             self._begin("", "")
@@ -109,8 +125,12 @@ class CallParser(abc.ABC):
         """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         self._pieces = []
         held, self._held = self._held, ""
+        if is_whole and self._state in (self._in_object, self._behind_broken):
+            call, rest = self._closed_call() if self._raw[-1].rstrip().endswith(("}", "]")) else (None, "")
+            if call is not None and not rest.strip():
+                self._emit(call)
         if self._raw or self._state == self._in_text:
-            self._show("".join(self._raw) + held)
+            self._show(self._bare("".join(self._raw) + held))
         return self._pieces
 
     @classmethod
@@ -129,18 +149,35 @@ class CallParser(abc.ABC):
     # ------------------------------------------- states: each takes text, which is not empty, and returns what is left
 
     def _in_text(self, text: str) -> str:
-        found = [(at, -len(mark)) for mark in self.marks if (at := text.find(mark)) >= 0]
+        found = [(at, -len(mark)) for mark in self._texts if (at := text.find(mark)) >= 0]
         if not found:
-            end = end_before_mark(text, self.marks, self._starts, self._longest)
+            end = end_before_mark(text, self._texts, self._starts, self._longest)
             self._show(text[:end])
             self._held = text[end:]
             return ""
         at, negative = min(found)
         end = at - negative
+        mark, rest = text[at:end], text[end:]
         self._show(text[:at])
-        self._has_mark = True
-        self._closers = (self.end_mark,) if self.end_mark else ()
-        return self._begin("" if self.hides_marks else text[at:end], text[end:])
+        if mark in self.marks:
+            self._set_refused(False)
+            self._has_mark = True
+            self._closers = (self.end_mark,) if self.end_mark else ()
+            return self._begin(mark, rest)
+        if mark == self.end_mark:
+            self._set_refused(False)
+        elif mark in self.tags and mark[-1] not in ">]":
+            self._state = self._in_tag
+        return rest
+
+    def _in_tag(self, text: str) -> str:
+        """Show the name in a tag."""
+        found = _TAG_END.search(text)
+        self._show((text if found is None else text[: found.start()]).replace('"', ""))
+        if found is None:
+            return ""
+        self._state = self._in_text
+        return text[found.end() :]
 
     def _begin(self, mark: str, text: str) -> str:
         self._raw, self._name = [mark], ""
@@ -179,11 +216,29 @@ class CallParser(abc.ABC):
         self._raw.append(text[:at])
         if found is Found.MORE:
             return ""
-        call = self._call("".join(self._raw[2:])) if found is Found.END else None
+        if found is Found.BROKEN:
+            self._state = self._behind_broken
+            return text[at:]
+        call, rest = self._call("".join(self._raw[2:])), ""
+        if call is None:
+            call, rest = self._closed_call()
         if call is None:
             return self._refuse(text[at:])
         self._emit(call)
-        return text[at:]
+        return rest + text[at:]
+
+    def _behind_broken(self, text: str) -> str:
+        """Read what follows text that is no JSON any more: if it ends the call, only brackets may be missing."""
+        ends = self._object_ends()
+        if text.startswith(ends):
+            call, rest = self._closed_call()
+            if call is not None:
+                self._emit(call)
+                return rest + text
+        elif any(end.startswith(text) for end in ends):
+            self._held = text
+            return ""
+        return self._refuse(text)
 
     def _between(self, text: str) -> str:
         """Read what follows a call: the next one, or the end of its mark."""
@@ -219,6 +274,26 @@ class CallParser(abc.ABC):
         if text:
             self._pieces.append(text)
 
+    def _bare(self, text: str) -> str:
+        """Return text without the marks in it; of tags their names stay."""
+        return _noise_of(type(self)).sub(
+            lambda found: found[found.lastindex].replace('"', "") if found.lastindex else "", text
+        )
+
+    def _set_refused(self, is_refused: bool) -> None:
+        if is_refused is not self._is_refused:
+            self._is_refused = is_refused
+            self._texts, self._starts, self._longest = _marks_of(type(self), is_refused)
+
+    def _object_ends(self) -> tuple[str, ...]:
+        """Return the texts that end a call whose object lacks brackets."""
+        return (*self._closers, *(mark.strip() for mark in self.marks))
+
+    def _closed_call(self) -> tuple[Call | None, str]:
+        """Return the call whose object lacks brackets, and what of it is behind them."""
+        text, rest = closed("".join(self._raw[2:]))
+        return self._call(text), rest
+
     def _call(self, text: str) -> Call | None:
         """Return the call whose object was read; None if it is none of an offered tool."""
         if self._name:
@@ -233,9 +308,26 @@ class CallParser(abc.ABC):
         self._state = self._between if self._is_parallel else self._behind_all
 
     def _refuse(self, rest: str) -> str:
-        """Emit what was read as content, because it is no call. This includes the mark, so reading goes on with
-        `rest`."""
+        """Emit what was read as content, because it is no call. Reading goes on with `rest`."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._in_text
-        self._show(raw)
+        self._set_refused(True)
+        self._show(self._bare(raw))
         return rest
+
+
+@functools.cache
+def _marks_of(parser: type[CallParser], is_refused: bool) -> tuple[tuple[str, ...], frozenset[str], int]:
+    """Return what is not content, the first characters of these texts, and the length of the longest."""
+    texts = (*parser.marks, *parser.hidden, *(parser.tags if is_refused else ()))
+    return texts, frozenset(text[0] for text in texts), max(map(len, texts))
+
+
+@functools.cache
+def _noise_of(parser: type[CallParser]) -> re.Pattern[str]:
+    """Return the pattern of what is no content in a refused call. A mark without brackets is text, too."""
+    known = {text.strip() for text in (*parser.marks, *parser.hidden, *parser.tags)}
+    texts = sorted([text for text in known if text[0] in "<["], key=len, reverse=True)
+    return re.compile(
+        "|".join(re.escape(text) + ("" if text[-1] in ">]" else r"([^>\n]*)>?") for text in texts) or r"(\Z)"
+    )

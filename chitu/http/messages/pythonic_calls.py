@@ -9,21 +9,15 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from chitu.http.messages.call_objects import Call, arguments_of, json_text
+from chitu.http.messages.call_objects import Call, arguments_of
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
+from chitu.http.messages.python_literals import python_to_json
 from chitu.protocol import ToolFields
 
 _HEAD = re.compile(r"\s*(\[?)\s*([^\s\[(]+)\s*\(")
 _HEAD_BEGUN = re.compile(r"\s*(\[?)\s*([^\s\[(]*)\s*\Z")
 _OUTSIDE = re.compile(r"[^\"'()\[\]{}]*")
 _INSIDE = {quote: re.compile(rf"[^\\{quote}]*") for quote in ("'", '"')}
-_TOKEN = re.compile(
-    r"""('(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|([(\[{])|([)\]}])|(?:\b([\w.-]+)\s*=(?!=)\s*)""", re.DOTALL
-)
-"""A string, a bracket that opens or closes, or the name of an argument."""
-_IN_STRING = re.compile(r"""\\(?:x([\da-fA-F]{2})|U([\da-fA-F]{8})|(.))|(")""", re.DOTALL)
-_BRACKETS = {"(": "[", ")": "]"}
-"""A tuple is an array."""
 
 
 class ArgumentsEnd:
@@ -64,7 +58,6 @@ class ArgumentsEnd:
 
 class PythonicParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
-    hides_marks: ClassVar[bool] = True
     needed: ClassVar[tuple[str, ...]] = marks
     trigger: ClassVar[str] = "["
     separator: ClassVar[str | None] = ", "
@@ -122,29 +115,3 @@ class PythonicParser(CallParser):
     def _hold(self, text: str) -> str:
         self._held = text
         return ""
-
-
-def python_to_json(arguments: str) -> str:
-    """Return arguments, `a=1, b='x'`, as members of a JSON object; as something else if they are none."""
-    parts, depth, done = [], 0, 0
-    for found in _TOKEN.finditer(arguments):
-        text, opening, closing, name = found.groups()
-        parts.append(arguments[done : found.start()])
-        done = found.end()
-        depth += 1 if opening else -1 if closing else 0
-        if text is not None:
-            parts.append(f'"{_IN_STRING.sub(_in_json, text[1:-1])}"')
-        elif name is not None:
-            parts.append(f"{json_text(name)}: " if depth == 0 else found[0])
-        else:
-            parts.append(_BRACKETS.get(found[0], found[0]))
-    return "".join([*parts, arguments[done:]])
-
-
-def _in_json(found: re.Match[str]) -> str:
-    """Return a part of a Python string as JSON has it; escapes that both know stay."""
-    code = found[1] or found[2]
-    if code is not None:
-        place = int(code, 16)
-        return json_text(chr(place))[1:-1] if place < 0x110000 and not 0xD800 <= place < 0xE000 else "\\ufffd"
-    return "'" if found[3] == "'" else '\\"' if found[4] else found[0]

@@ -34,7 +34,11 @@ API_KEY = (
     "an API key is required: Authorization: Bearer KEY, or X-API-Key: KEY",
     "the API key is not one of this server's",
 )
-TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
+TOKEN = (
+    "the cluster's token is required: Authorization: Bearer TOKEN, which `chitu token` prints to the cluster's user on "
+    "its machine (elsewhere with CHITU_CLUSTER_KEY set)",
+    "the token is not that of this cluster's key; `chitu token` prints it",
+)
 """Messages for a missing key, and for a wrong one."""
 SALT_BYTES = 16
 """Size of the prefix of a request's own salt. All are equally long, so that two tenants cannot have the same salt."""

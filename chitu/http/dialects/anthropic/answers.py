@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ SIGNATURE = "chitu"
 because clients take a block without a signature for one of another API."""
 _DELTAS = {"message": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 _CALL_DELTA = ("input_json_delta", "partial_json")
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9_-]")
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -125,13 +127,20 @@ class MessagesFormat(ItemsFormat):
     def _open(self, kind: str, call: CallDelta | None) -> bytes:
         block: dict[str, Any]
         if call is not None:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            block = {"type": "tool_use", "id": self._id_of(call), "name": call.name, "input": {}}
         elif kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         else:
             block = {"type": "text", "text": ""}
         self._output.append(block)
         return _event("content_block_start", index=len(self._output) - 1, content_block=block)
+
+    def _id_of(self, call: CallDelta) -> str:
+        """Return the call's id with the characters that this API permits; no other call of the answer has it."""
+        permitted = _NOT_IN_ID.sub("_", call.id)
+        while any(block.get("id") == permitted for block in self._output):
+            permitted += "_"
+        return permitted
 
     def _filled(self, kind: str, text: str) -> bytes:
         name, field = _DELTAS.get(kind, _CALL_DELTA)

@@ -15,6 +15,7 @@ from chitu.http.ask.bodies import (
     MAX_SALT_CHARS,
     MAX_STOPS,
     MAX_TOOLS,
+    REPLACED,
     Body,
     CallId,
     ObjectText,
@@ -33,7 +34,6 @@ from chitu.http.ask.bodies import (
     note,
 )
 
-BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 THINKING_TYPES = ("enabled", "adaptive", "between_tools", "disabled")
 CHOICE_TYPES = ("auto", "any", "tool", "none")
 
@@ -44,43 +44,78 @@ _OfTheirs = Annotated[Unread, ignored("of a block that is sent back")]
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
 
-class MessagesTextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["text"]), note("`text`")]
+_Replaced = Annotated[Unread, ignored("of a block that a placeholder replaces")]
+
+
+class _PartFields(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[
+        str, note(f"`text`, `document` with text in it, `search_result`, `tool_reference`; any other is {REPLACED}")
+    ]
     text: str | None = None
+    source: Annotated[
+        dict[str, Any] | str | None,
+        note("of `document`: its text (`type` `text`), its blocks (`content`), or a file; of `search_result`: text"),
+    ] = None
+    title: Annotated[str | None, note("of `document` and `search_result`: a line ahead of their text")] = None
+    context: Annotated[str | None, note("of `document`: a line ahead of its text")] = None
+    tool_name: Annotated[str | None, note("of `tool_reference`: the tool is in the prompt at once")] = None
     cache_control: Uncached = msgspec.UNSET
     citations: Without = msgspec.UNSET
+    transformations: _Replaced = msgspec.UNSET
+    file_id: _Replaced = msgspec.UNSET
+    tabs: _Replaced = msgspec.UNSET
+    state_changes: _Replaced = msgspec.UNSET
+    url: _Replaced = msgspec.UNSET
+    encrypted_content: _Replaced = msgspec.UNSET
+    page_age: _Replaced = msgspec.UNSET
 
 
-_Parts = str | Annotated[list[MessagesTextPart], msgspec.Meta(max_length=MAX_PARTS)]
+class MessagesPart(_PartFields, forbid_unknown_fields=True):
+    content: Annotated[
+        str | list[dict[str, Any]] | dict[str, Any] | None, note("of `search_result`: parts with text")
+    ] = None
 
 
-class MessagesBlock(msgspec.Struct, forbid_unknown_fields=True):
+_Parts = str | Annotated[list[MessagesPart], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class MessagesBlock(_PartFields, forbid_unknown_fields=True):
     """Block of any type. Fields that do not belong to its type are not used."""
 
     type: Annotated[
         str,
-        documented(enum=list(BLOCK_TYPES)),
         note(
             "`text`, of the model also `tool_use`, `thinking` and `redacted_thinking` (left out of the prompt), of the "
-            "user also `tool_result`"
+            "user also `tool_result`; `document` with text in it, `search_result`, `compaction`. Any other "
+            f"(`image`, `server_tool_use`, ...) is {REPLACED}, and the header X-Chitu-Warning names it"
         ),
     ]
     text: Annotated[str | None, note("of `text`; an empty one is left out")] = None
     id: Annotated[CallId | None, note("of `tool_use`")] = None
     name: Annotated[ToolName | None, note("of `tool_use`")] = None
     input: Annotated[ObjectText, note("of `tool_use`")] = msgspec.UNSET
-    tool_use_id: Annotated[CallId | None, note("of `tool_result`")] = None
-    content: Annotated[_Parts | None, note("of `tool_result`: text, or parts")] = None
+    tool_use_id: Annotated[
+        CallId | None, note("of `tool_result`: of a call before it, or its text is one of the user")
+    ] = None
+    content: Annotated[
+        _Parts | dict[str, Any] | None, note("of `tool_result`, `search_result` and `compaction`: text, or parts")
+    ] = None
     is_error: Annotated[bool | None, note("of `tool_result`; true: the text begins with `Error: ` in the prompt")] = (
         None
     )
     thinking: Annotated[str | None, note("of `thinking`; passed to the chat template as the model's reasoning")] = None
     signature: _Signed = msgspec.UNSET
     data: _Signed = msgspec.UNSET
-    cache_control: Uncached = msgspec.UNSET
-    citations: _OfTheirs = msgspec.UNSET
     caller: _OfTheirs = msgspec.UNSET
     toolset_name: _OfTheirs = msgspec.UNSET
+    server_name: _Replaced = msgspec.UNSET
+    mcp_server_name: _Replaced = msgspec.UNSET
+    tools: _Replaced = msgspec.UNSET
+    tool: _Replaced = msgspec.UNSET
+    tool_changes: _Replaced = msgspec.UNSET
+    to: _Replaced = msgspec.UNSET
+    from_: _Replaced = msgspec.field(name="from", default=msgspec.UNSET)
+    trigger: _Replaced = msgspec.UNSET
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,12 +129,12 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     ]
     content: Annotated[
         str | Annotated[list[MessagesBlock], msgspec.Meta(max_length=MAX_PARTS)],
-        note("text, or up to 1024 blocks; a line break joins the texts of a turn"),
+        note("text, or up to 4096 blocks; a line break joins the texts of a turn"),
     ]
 
 
 class MessagesTool(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[ToolName | None, note("1 to 128 characters, each once")] = None
+    name: Annotated[ToolName | None, note("1 to 256 characters, each once")] = None
     type: Annotated[
         str | None,
         note(
@@ -186,13 +221,15 @@ class CountTokensBody(Body, kw_only=True):
     messages: Annotated[
         Annotated[list[AnthropicMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
         | None,
-        note("1 to 2048"),
+        note("1 to 16,384"),
         CONTENT,
     ] = None
     system: Annotated[_Parts | None, note("text, or parts, which a line break joins; ahead of `messages`"), CONTENT] = (
         None
     )
-    tools: Annotated[Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = None
+    tools: Annotated[Annotated[list[MessagesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 4096")] = (
+        None
+    )
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -203,8 +240,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
     max_tokens: Annotated[
         TokenCount | None,
         note(
-            "1 or more. Default, and the most: the rest of the context. An answer that fills the context, with fewer "
-            "tokens than these, has the `stop_reason` `model_context_window_exceeded`"
+            "1 or more, or -1. Default, -1, and the most: the rest of the context. An answer that fills the context, "
+            "with fewer tokens than these, has the `stop_reason` `model_context_window_exceeded`"
         ),
     ] = None
     stop_sequences: Annotated[

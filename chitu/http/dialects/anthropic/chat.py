@@ -1,7 +1,8 @@
 """A chat's body made of one of Anthropic's Messages API. Pure; part of `BodyWork`.
 
 Blocks become what a chat has: `tool_use` the calls of an assistant's message, `tool_result` messages of the role
-`tool`, `thinking` its reasoning, and all text of a turn its content.
+`tool`, `thinking` its reasoning, and all text of a turn its content. What is no text becomes a placeholder, unless the
+last turn asks about it (`ask/parts.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from chitu.http.ask.bodies import (
     JsonSchemaFormat,
     MessageToolCall,
     ResponseFormat,
+    Tool,
     ToolFunction,
 )
-from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, served_effort, text_of, turn_of
+from chitu.http.ask.chat import THINKING_VARIABLES
+from chitu.http.ask.fields import TEXT_ONLY
+from chitu.http.ask.parts import NOT_RUN, NOT_SHOWN, LeftOut, question_start, shown
+from chitu.http.ask.translation import FieldNames, Translation, add_text, served_effort, turn_of, without_orphans
+from chitu.http.dialects.anthropic.blocks import UNSEEN, read_part
 from chitu.http.dialects.anthropic.bodies import (
     CHOICE_TYPES,
     THINKING_TYPES,
@@ -32,7 +38,7 @@ from chitu.http.dialects.anthropic.bodies import (
     CountTokensBody,
     MessagesBlock,
     MessagesBody,
-    MessagesTextPart,
+    MessagesPart,
     MessagesTool,
     MessagesToolChoice,
 )
@@ -49,29 +55,30 @@ _NAMES = (
 _TOOL_FIELDS = (("parameters", "input_schema"),)
 TOO_LONG = "prompt is too long: "
 """Agents that find these words in an error shorten their conversation."""
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn reasoning on and off."""
-_TYPES = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
-    "system": ("text",),
+_ROLES = ("user", "assistant", "system")
+_OWN_TYPES = {
+    **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant"),
+    "tool_result": "user",
 }
-"""Types of blocks by role."""
+"""Types of blocks that only one role has."""
 
 
 def chat_of_messages(
     body: CountTokensBody, variables: Collection[str], reasons: bool, warnings: list[str]
 ) -> Translation:
     """Return the chat. `variables`: what its template reads; `reasons`: whether it knows of reasoning. Raise
-    InvalidRequest for what is neither text nor calls; `warnings` gets a sentence about what has no effect."""
-    tools, places = functions_of(body.tools or [], (None, "custom"), _function, warnings)
+    InvalidRequest if the last turn asks about what is no text; `warnings` gets a sentence about what has no effect, and
+    about what the prompt leaves out."""
+    left = LeftOut()
+    messages = _turns(body, left)
+    tools, places = _functions(body.tools or [], left)
+    left.warn(warnings)
     kwargs = {**_thinking(body, variables, reasons, warnings), **(body.chat_template_kwargs or {})}
     thinking, config = body.thinking, body.output_config
-    turns = _turns(body)
     chat = ChatBody(
         model=body.model,
-        messages=turns,
-        continue_final_message=turns[-1].role == "assistant",
+        messages=messages,
+        continue_final_message=messages[-1].role == "assistant",
         tools=tools,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
@@ -94,8 +101,19 @@ def chat_of_messages(
     return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
 
 
-def _function(tool: MessagesTool, name: str, place: int) -> ToolFunction:
-    return ToolFunction(name, tool.description, tool.input_schema, tool.strict)
+def _functions(given: list[MessagesTool], left: LeftOut) -> tuple[list[Tool], list[str]]:
+    """Return the tools of the chat, and the place of each among those given."""
+    tools, places = [], []
+    for i, tool in enumerate(given):
+        where = f"tools[{i}]"
+        if tool.type not in (None, "custom"):
+            left.add(where, str(tool.type), NOT_RUN)
+            continue
+        if tool.name is None:
+            raise InvalidRequest(f"{where}.name is required", f"{where}.name")
+        tools.append(Tool("function", ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)))
+        places.append(where)
+    return tools, places
 
 
 def _choice(given: MessagesToolChoice | None) -> ChosenTool | str | None:
@@ -130,41 +148,51 @@ def _thinking(body: CountTokensBody, known: Collection[str], reasons: bool, warn
 # ------------------------------------------------------------------------------------------------------------ the turns
 
 
-def _turns(body: CountTokensBody) -> list[ChatMessage]:
+def _turns(body: CountTokensBody, left: LeftOut) -> list[ChatMessage]:
     if not body.messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     turns: list[ChatMessage] = []
-    if body.system and (system := _text(body.system, "system")):
+    if body.system and (system := _text(body.system, "system", left)):
         turns.append(ChatMessage("system", system))
+    question = question_start([_role(message) for message in body.messages])
     for i, message in enumerate(body.messages):
-        _add(turns, message, f"messages[{i}]")
+        _add(turns, message, f"messages[{i}]", left, i >= question and message.role == "user")
     for turn in turns:
         if turn.content is None and not turn.tool_calls:
             turn.content = ""
-    return turns
+    return without_orphans(turns)
 
 
-def _add(turns: list[ChatMessage], message: AnthropicMessage, where: str) -> None:
-    """Add a message to the turns. Empty texts are left out."""
+def _role(message: AnthropicMessage) -> str:
+    """Return the role of a message, where one with results is a tool's."""
+    blocks = message.content
+    has_results = not isinstance(blocks, str) and any(block.type == "tool_result" for block in blocks)
+    return "tool" if has_results else message.role
+
+
+def _add(turns: list[ChatMessage], message: AnthropicMessage, where: str, left: LeftOut, is_asked: bool) -> None:
+    """Add a message to the turns. Empty texts are left out. `is_asked`: it is the user's question."""
     role, content = message.role, message.content
-    types = _TYPES.get(role)
-    if types is None:
+    if role not in _ROLES:
         raise InvalidRequest(f"{where}.role must be user, assistant or system, not {role[:40]!r}", f"{where}.role")
     blocks = [MessagesBlock("text", content)] if isinstance(content, str) else content
     num_turns = len(turns)
     for j, block in enumerate(blocks):
         here = f"{where}.content[{j}]"
-        if block.type not in types:
+        if _OWN_TYPES.get(block.type, role) != role:
             raise InvalidRequest(
                 f"{here}.type: {block.type[:40]!r} is not supported of the role {role}", f"{here}.type"
             )
-        if block.type == "text":
-            if block.text is None:
-                raise InvalidRequest(f"{here}.text is required", f"{here}.text")
-            if block.text:
-                add_text(turns, role, block.text)
+        if block.type in UNSEEN:
+            left.add(here, block.type, NOT_SHOWN)
+        elif block.type not in _OWN_TYPES:
+            reading = read_part(block, here)
+            if is_asked and reading.text is None:
+                raise InvalidRequest(f"{here}.type: {block.type[:40]!r} is not supported ({TEXT_ONLY})", f"{here}.type")
+            if text := shown(block.type, here, reading, left):
+                add_text(turns, role, text)
         elif block.type == "tool_result":
-            turns.append(_result(block, here))
+            turns.append(_result(block, here, left))
         elif block.type == "tool_use":
             turn = turn_of(turns, role)
             turn.tool_calls = [*(turn.tool_calls or ()), _call(block, here)]
@@ -185,14 +213,17 @@ def _call(block: MessagesBlock, where: str) -> MessageToolCall:
     return MessageToolCall(CalledFunction(block.name, arguments), block.id)
 
 
-def _result(block: MessagesBlock, where: str) -> ChatMessage:
+def _result(block: MessagesBlock, where: str, left: LeftOut) -> ChatMessage:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id is required", f"{where}.tool_use_id")
-    text = _text(block.content or "", f"{where}.content")
+    given = "" if block.content is None or isinstance(block.content, dict) else block.content
+    text = _text(given, f"{where}.content", left)
     return ChatMessage("tool", f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
 
 
-def _text(given: str | list[MessagesTextPart], where: str) -> str:
-    """Return the text of parts, without empty ones. Raise InvalidRequest for a part of another type."""
-    text_of(given, ("text",), where)
-    return given if isinstance(given, str) else "\n".join([part.text for part in given if part.text])
+def _text(given: str | list[MessagesPart], where: str, left: LeftOut) -> str:
+    """Return the text of parts, without empty ones."""
+    if isinstance(given, str):
+        return given
+    texts = [shown(part.type, f"{where}[{i}]", read_part(part, f"{where}[{i}]"), left) for i, part in enumerate(given)]
+    return "\n".join([text for text in texts if text])

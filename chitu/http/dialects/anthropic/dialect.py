@@ -9,6 +9,7 @@ from chitu.http.answer.dialect import STATUSES, Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED
 from chitu.http.ask.fields import Unserved
+from chitu.http.ask.other_servers import OF_CHATS, SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, ParsedRequest, TokensAnswer
 from chitu.http.ask.translation import Translation
@@ -35,6 +36,7 @@ UNSERVED: Unserved = (
             ("metadata", ""),
             ("service_tier", "there is only one"),
             ("diagnostics", ""),
+            *UNUSED,
         ),
     ),
     (
@@ -44,25 +46,14 @@ UNSERVED: Unserved = (
             ("mcp_servers", "", ([],)),
             ("billing_policy", ""),
             ("compaction", ""),
-            ("messages[].content[].source", "images and documents are not supported yet"),
-            ("messages[].content[].title", "documents are not supported yet"),
-            ("messages[].content[].context", "documents are not supported yet"),
-            ("messages[].content[].file_id", "files are not supported yet"),
-            ("messages[].content[].transformations", "images are not supported yet"),
-            ("messages[].content[].content[].source", "images and documents are not supported yet"),
-            ("messages[].content[].content[].title", "documents are not supported yet"),
-            ("messages[].content[].content[].context", "documents are not supported yet"),
-            ("messages[].content[].content[].content", "search results are not supported yet"),
-            ("messages[].content[].content[].transformations", "images are not supported yet"),
-            ("messages[].content[].content[].tool_name", ""),
-            ("messages[].content[].content[].tabs", ""),
-            ("messages[].content[].content[].state_changes", ""),
         ),
     ),
     (
         (MESSAGES,),
         REFUSED,
         (
+            *SAMPLERS,
+            *OF_CHATS,
             ("container", ""),
             ("inference_geo", ""),
             ("fallbacks", "", ([],)),

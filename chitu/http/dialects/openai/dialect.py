@@ -6,6 +6,7 @@ from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED, ChatBody, CompletionBody
 from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.other_servers import SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParsedRequest
 from chitu.http.dialects.openai.answers import ChatFormat, ChatReply, CompletionFormat, CompletionReply
@@ -26,14 +27,7 @@ UNSERVED: Unserved = (
     (
         (CHAT, TOKENIZE),
         REFUSED,
-        (
-            ("messages[].content[].image_url", TEXT_ONLY),
-            ("messages[].content[].video_url", TEXT_ONLY),
-            ("messages[].content[].audio_url", TEXT_ONLY),
-            ("messages[].content[].input_audio", TEXT_ONLY),
-            ("messages[].content[].file", ""),
-            ("messages[].content[].refusal", ""),
-        ),
+        (("messages[].images", TEXT_ONLY, ([],)),),
     ),
     (
         (ABORT,),
@@ -53,12 +47,14 @@ UNSERVED: Unserved = (
             ("prompt_cache_retention", ""),
             ("prompt_cache_options", ""),
             ("guided_decoding_backend", "there is only one"),
+            *UNUSED,
         ),
     ),
     (
         GENERATION,
         REFUSED,
         (
+            *SAMPLERS,
             ("structured_outputs.whitespace_pattern", "whitespace is a space, or a line break and indentation"),
             ("structured_outputs.disable_any_whitespace", ""),
             ("structured_outputs.disable_additional_properties", "set it in the schema"),
@@ -74,15 +70,10 @@ UNSERVED: Unserved = (
             ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),
             ("min_new_tokens", "see `min_tokens`", (0,)),
             ("sampling_seed", "see `seed`"),
-            ("use_beam_search", "", (False,)),
-            ("length_penalty", "", (1,)),
-            ("early_stopping", "", (False,)),
             ("spaces_between_special_tokens", "", (True,)),
             ("return_tokens_as_token_ids", "see `return_token_ids`", (False,)),
             ("return_hidden_states", "", (False,)),
             ("return_routed_experts", "", (False,)),
-            ("logits_processors", "", ([],)),
-            ("custom_logit_processor", ""),
             ("custom_params", ""),
             ("vllm_xargs", ""),
             ("kv_transfer_params", "the router pairs P and D itself"),
@@ -90,14 +81,14 @@ UNSERVED: Unserved = (
             ("bootstrap_port", "the router pairs P and D itself"),
             ("bootstrap_room", "the router pairs P and D itself"),
             ("data_parallel_rank", "the router chooses"),
-            ("lora_path", ""),
             ("session_params", ""),
             ("extra_key", "see `cache_salt`", ("",)),
             ("request_id", "use the header X-Request-Id"),
             ("rid", "use the header X-Request-Id"),
-            ("repetition_detection", ""),
             ("moderation", ""),
             ("extra_body", "client libraries merge it into the body themselves", ({},)),
+            ("nvext", "give each of its fields at the top", ({},)),
+            ("prompt_mode", ""),
         ),
     ),
     (
@@ -122,15 +113,15 @@ UNSERVED: Unserved = (
         (
             ("modalities", "", (["text"],)),
             ("audio", ""),
-            ("prediction", ""),
-            ("thinking_token_budget", ""),
             ("stream_reasoning", "", (True,)),
             ("verbosity", "", ("medium",)),
             ("web_search_options", ""),
+            ("search_parameters", ""),
             ("echo", "completions have it", (False,)),
             ("documents", "", ([],)),
             ("mm_processor_kwargs", ""),
             ("media_io_kwargs", ""),
+            ("template", "the model's own is used", ("",)),
         ),
     ),
     (
@@ -141,7 +132,11 @@ UNSERVED: Unserved = (
     (
         (TOKENIZE,),
         REFUSED,
-        (("mm_processor_kwargs", ""),),
+        (
+            ("mm_processor_kwargs", ""),
+            ("tool_choice", "", ("auto",)),
+            ("reasoning_effort", "see `chat_template_kwargs`"),
+        ),
     ),
 )
 

@@ -22,7 +22,7 @@ def tokenize(parser: BodyParser, body: TokenizeBody, context: ParseContext, warn
     else:
         variables = template_variables(body.chat_template_kwargs)
         begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
-        tools, messages = offered_tools(body.tools), chat_messages(body.messages)
+        tools, messages = offered_tools(body.tools), chat_messages(body.messages, warnings)
         text = model.render(messages, variables, warnings, tools, begins, continues)
         param, add_special_tokens = "messages", bool(body.add_special_tokens)
     ids = model.encode_counted(text, add_special_tokens, param, limits, context.require_client)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from chitu.errors import Internal
 from chitu.http.answer.formats import AnswerHead, FinishedChoice, UsageCount
 from chitu.http.answer.proof import Proof
+from chitu.http.ask.bodies import documented
 from chitu.http.ask.parsed import ParsedRequest
 
 
@@ -55,14 +56,11 @@ class ScoresReply(msgspec.Struct):
     usage: PooledUsageReply
 
 
-class RerankDocument(msgspec.Struct):
-    text: str
-
-
 class RerankResult(msgspec.Struct):
     index: int
     relevance_score: float
-    document: RerankDocument | msgspec.UnsetType = msgspec.UNSET
+    document: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
+    """The document as it was given, or an object with its `text`."""
 
 
 class RerankReply(msgspec.Struct):
@@ -87,8 +85,8 @@ class PooledAnswer(msgspec.Struct, frozen=True):
     pairs: tuple[tuple[int, int], ...] = ()
     """Of scores by embeddings: which prompts are compared."""
     is_sigmoid: bool = True
-    documents: tuple[str, ...] = ()
-    """Of a reranking: what is returned with the results; empty: nothing."""
+    documents: tuple[bytes, ...] = ()
+    """Of a reranking: JSON of what is returned with the results; empty: nothing."""
     top_n: int | None = None
 
 
@@ -131,7 +129,7 @@ class RerankFormat(_PooledFormat):
         answer, scores = self._answer, self._scores(choices)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: answer.top_n]
         results = [
-            RerankResult(i, scores[i], RerankDocument(answer.documents[i]) if answer.documents else msgspec.UNSET)
+            RerankResult(i, scores[i], msgspec.Raw(answer.documents[i]) if answer.documents else msgspec.UNSET)
             for i in order
         ]
         yield msgspec.json.encode({**self._head, "results": results, "usage": _usage(usage)})

@@ -45,19 +45,34 @@ class EmbeddingsBody(PooledBody, kw_only=True):
     ] = None
 
 
+_Texts = Annotated[str | list[str] | None, note("query: one, or one for each of `text_2`"), CONTENT]
+
+
 class ScoreBody(PooledBody, kw_only=True):
-    text_1: Annotated[str | list[str], note("query: one, or one for each of `text_2`"), CONTENT]
-    text_2: Annotated[str | list[str], note("documents"), CONTENT]
+    text_1: _Texts = None
+    text_2: Annotated[str | list[str] | None, note("documents"), CONTENT] = None
+    queries: Annotated[str | list[str] | None, note("another name of `text_1`"), CONTENT] = None
+    documents: Annotated[str | list[str] | None, note("another name of `text_2`"), CONTENT] = None
+    data_1: Annotated[str | list[str] | None, note("another name of `text_1`"), CONTENT] = None
+    data_2: Annotated[str | list[str] | None, note("another name of `text_2`"), CONTENT] = None
     instruction: Annotated[str | None, note("task of a reranker; default: that of its chat template")] = None
-
-
-class RerankText(msgspec.Struct, forbid_unknown_fields=True):
-    text: str
 
 
 class RerankBody(PooledBody, kw_only=True):
     query: str
-    documents: Annotated[list[str | RerankText], note("up to 1024"), CONTENT]
-    top_n: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, note("so many of the best; default: all")] = None
+    documents: Annotated[
+        list[str | dict[str, msgspec.Raw]],
+        note("up to 2048 texts, or objects with a `text`; what else an object has is returned with it"),
+        CONTENT,
+    ]
+    top_n: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1)] | None, note("so many of the best; default, as with 0 and -1: all")
+    ] = None
+    max_tokens_per_doc: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None, note("only the first so many tokens of each document are read")
+    ] = None
+    truncation: Annotated[
+        bool | None, note("true: a document that is too long with its query is cut at its end; default: an error")
+    ] = None
     return_documents: Annotated[bool | None, note("false: results have no texts; default true")] = None
     instruction: Annotated[str | None, note("task of a reranker; default: that of its chat template")] = None

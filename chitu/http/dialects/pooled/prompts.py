@@ -13,7 +13,8 @@ import msgspec
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.answer_size import MAX_ANSWER_BYTES
-from chitu.http.ask.bodies import MAX_PROMPTS
+from chitu.http.ask.bodies import MAX_PROMPTS, MAX_TOKENS
+from chitu.http.ask.fields import TEXT_ONLY
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
@@ -31,6 +32,10 @@ JUDGE = (
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The published prompt of Qwen3-Reranker, for folders whose chat template does not have it."""
+QUERY_NAMES, DOCUMENT_NAMES = ("text_1", "queries", "data_1"), ("text_2", "documents", "data_2")
+"""Names of the two fields of a score, of which the first is this server's own."""
+NO_TEXT = ("image", "multi_modal", "video")
+"""Keys of a document that would be ranked, and are no text."""
 PLAIN = OutputOptions(1, False, False, (), False, True, False)
 
 
@@ -52,25 +57,65 @@ def read_embeddings(
 
 
 def read_score(parser: BodyParser, body: ScoreBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
-    queries, documents = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
+    (queries, of_queries), (documents, param) = _texts(body, QUERY_NAMES), _texts(body, DOCUMENT_NAMES)
     if len(queries) not in (1, len(documents)):
-        raise InvalidRequest(f"text_1 has {len(queries)} texts, and text_2 {len(documents)}", "text_1")
-    return _scores(parser.model, body, queries, documents, "text_2", context, warnings)
+        raise InvalidRequest(f"{of_queries} has {len(queries)} texts, and {param} {len(documents)}", of_queries)
+    return _scores(parser.model, body, queries, documents, param, context, warnings)
 
 
 def read_rerank(parser: BodyParser, body: RerankBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
-    documents = [each if isinstance(each, str) else each.text for each in body.documents]
-    parsed = _scores(parser.model, body, [body.query], documents, "documents", context, warnings)
-    shown = tuple(documents) if body.return_documents is not False else ()
-    parsed.for_answer = msgspec.structs.replace(parsed.for_answer, documents=shown, top_n=body.top_n or len(documents))
+    documents = [_text_of(each, f"documents[{i}]") for i, each in enumerate(body.documents)]
+    texts = documents
+    if body.max_tokens_per_doc is not None:
+        limits = context.require_limits()
+        texts = [_first_text(parser.model, text, body.max_tokens_per_doc, limits) for text in documents]
+    parsed = _scores(parser.model, body, [body.query], texts, "documents", context, warnings, body.truncation is True)
+    shown = [] if body.return_documents is False else body.documents
+    top_n = body.top_n if body.top_n is not None and body.top_n > 0 else len(documents)
+    parsed.for_answer = msgspec.structs.replace(
+        parsed.for_answer, documents=tuple([_shown(each) for each in shown]), top_n=top_n
+    )
     return parsed
 
 
-def _texts(given: str | list[str], param: str) -> list[str]:
-    texts = [given] if isinstance(given, str) else given
+def _text_of(given: str | dict[str, msgspec.Raw], where: str) -> str:
+    """Return the text of a document. Raise InvalidRequest for one without text, and for one that has more than text to
+    rank."""
+    if isinstance(given, str):
+        return given
+    for name in NO_TEXT:
+        if name in given and bytes(given[name]) != b"null":
+            raise InvalidRequest(f"{where}.{name} is not supported yet; leave it out ({TEXT_ONLY})", f"{where}.{name}")
+    try:
+        return msgspec.json.decode(given["text"], type=str)
+    except (KeyError, msgspec.ValidationError):
+        raise InvalidRequest(f"{where}.text is required: the document's text", f"{where}.text") from None
+
+
+def _shown(given: str | dict[str, msgspec.Raw]) -> bytes:
+    return msgspec.json.encode({"text": given} if isinstance(given, str) else given)
+
+
+def _first_text(model: ServedModel, text: str, num_tokens: int, limits: ModelLimits) -> str:
+    """Return the beginning of a text that has so many tokens."""
+    most = max(limits.max_model_len, MAX_TOKENS)
+    if model.tokenizer.exceeds(text, most, bytes_per_token=1):
+        raise ContextLengthExceeded(f"a document of {len(text)} characters has more than {most} tokens; shorten it")
+    return model.tokenizer.first_text(text, num_tokens)
+
+
+def _texts(body: ScoreBody, names: Sequence[str]) -> tuple[list[str], str]:
+    """Return the texts of a field that has these names, and which one it has in the body."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if not given:
+        raise InvalidRequest(f"{names[0]} is required", names[0])
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[1]} and {given[0]} are the same; give one", given[1])
+    found: str | list[str] = getattr(body, given[0])
+    texts = [found] if isinstance(found, str) else found
     if not 1 <= len(texts) <= MAX_PROMPTS:
-        raise InvalidRequest(f"{param}: 1 to {MAX_PROMPTS} texts are accepted", param)
-    return texts
+        raise InvalidRequest(f"{given[0]}: 1 to {MAX_PROMPTS} texts are accepted", given[0])
+    return texts, given[0]
 
 
 def _scores(
@@ -81,14 +126,19 @@ def _scores(
     param: str,
     context: ParseContext,
     warnings: list[str],
+    cuts: bool = False,
 ) -> ParsedRequest:
+    """`cuts`: documents that are too long with their query are cut."""
     pooling = _pooling(model, ("last", "mean", "logits"))
     if not 1 <= len(documents) <= MAX_PROMPTS:
         raise InvalidRequest(f"{param}: 1 to {MAX_PROMPTS} texts are accepted", param)
     if pooling.mode == "logits":
         each_query = queries * len(documents) if len(queries) == 1 else queries
+        limits = context.require_limits()
         given = [
-            _pair_prompt(model, query, document, body.instruction)
+            _fitting_pair(model, query, document, body.instruction, _most(pooling, limits), limits)
+            if cuts
+            else _pair_prompt(model, query, document, body.instruction)
             for query, document in zip(each_query, documents, strict=True)
         ]
         return _parsed(model, body, pooling, given, param, context, warnings, adds_special=False)
@@ -97,7 +147,20 @@ def _scores(
     before = [pooling.prompts.get(name, pooling.default_prompt) for name in ("query", "document")]
     prompts = [before[0] + query for query in queries] + [before[1] + document for document in documents]
     pairs = [(0 if len(queries) == 1 else i, len(queries) + i) for i in range(len(documents))]
-    return _parsed(model, body, pooling, prompts, param, context, warnings, pairs=tuple(pairs))
+    return _parsed(model, body, pooling, prompts, param, context, warnings, pairs=tuple(pairs), cuts=cuts)
+
+
+def _fitting_pair(
+    model: ServedModel, query: str, document: str, instruction: str | None, most: int, limits: ModelLimits
+) -> str:
+    """Return the prompt of a pair, with as much of the document as `most` tokens leave room for."""
+    while True:
+        prompt = _pair_prompt(model, query, document, instruction)
+        over = len(model.encode_to_cut(prompt, False, limits)) - most
+        kept = len(model.tokenizer.encode(document, False)) - over if over > 0 else 0
+        if kept < 1:  # it fits, or even without the document it does not
+            return prompt
+        document = model.tokenizer.first_text(document, kept)
 
 
 def _pair_prompt(model: ServedModel, query: str, document: str, instruction: str | None) -> str:
@@ -121,6 +184,12 @@ def _pooling(model: ServedModel, modes: Sequence[str]) -> Pooling:
     return model.pooling
 
 
+def _most(pooling: Pooling, limits: ModelLimits) -> int:
+    """Return how many tokens a prompt may have."""
+    most = limits.max_model_len - 1
+    return most if pooling.max_tokens is None else min(most, pooling.max_tokens)
+
+
 def _parsed(
     model: ServedModel,
     body: PooledBody,
@@ -134,12 +203,11 @@ def _parsed(
     dimensions: int | None = None,
     is_base64: bool = False,
     pairs: tuple[tuple[int, int], ...] = (),
+    cuts: bool = False,
 ) -> ParsedRequest:
     adapter, limits = model.adapter_of(body.model), context.require_limits()
-    most = limits.max_model_len - 1
-    if pooling.max_tokens is not None:
-        most = min(most, pooling.max_tokens)
-    cut = body.truncate_prompt_tokens
+    most = _most(pooling, limits)
+    cut = -1 if cuts and body.truncate_prompt_tokens is None else body.truncate_prompt_tokens
     if cut is not None and cut > most:
         raise InvalidRequest(f"truncate_prompt_tokens: at most {most}, not {cut}", "truncate_prompt_tokens")
     sampling = SamplingParams(

@@ -23,8 +23,10 @@ from chitu.http.answer.formats import (
     to_json,
 )
 from chitu.http.answer.proof import Proof
-from chitu.http.dialects.responses.chat import Repeated, encoded_reasoning
+from chitu.http.dialects.responses.chat import Repeated
 from chitu.http.dialects.responses.custom_tools import input_of
+from chitu.http.dialects.responses.items import encoded_reasoning
+from chitu.http.dialects.responses.tools import SEARCH, CalledTool
 from chitu.http.messages.call_objects import CallDelta
 
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +40,7 @@ _ARGUMENTS = {
     "custom_tool_call": ("custom_tool_call_input", "ctc", "input"),
 }
 """Types of calls -> the name of their events, the prefix of their ids, and the field with their text."""
+_SEARCH_CALL = f"{SEARCH}_call"
 
 _LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
 
@@ -93,7 +96,7 @@ class ResponsesReply(msgspec.Struct):
 class ResponsesFormat(ItemsFormat):
     def __init__(self, head: AnswerHead, repeated: Repeated) -> None:
         super().__init__()
-        self._custom_tools = repeated.custom_tools
+        self._tools = repeated.tools
         self._encodes_reasoning = repeated.encodes_reasoning
         self._id = head.request_id
         self._whole = ResponsesReply(
@@ -166,20 +169,23 @@ class ResponsesFormat(ItemsFormat):
 
     def _text_of(self, call: CallDelta) -> str:
         # A call comes whole, so its text can be read.
-        return input_of(call.arguments) if call.name in self._custom_tools else call.arguments
+        return input_of(call.arguments) if self._called(call).kind == "custom" else call.arguments
+
+    def _called(self, call: CallDelta) -> CalledTool:
+        return self._tools.get(call.name) or CalledTool("function", call.name, "")
 
     def _filled(self, kind: str, text: str) -> bytes:
-        name = _TEXTS[kind][0] if kind in _TEXTS else _ARGUMENTS[self._output[-1]["type"]][0]
+        type_of_call = self._output[-1]["type"]
+        if type_of_call == _SEARCH_CALL:
+            return b""  # its arguments are an object, which comes whole
+        name = _TEXTS[kind][0] if kind in _TEXTS else _ARGUMENTS[type_of_call][0]
         return self._event(f"response.{name}.delta", **self._place(kind), delta=text, **_LOGPROBS.get(kind, {}))
 
     def _open(self, kind: str, call: CallDelta | None) -> bytes:
         number = len(self._output)
         item: dict[str, Any]
         if call is not None:
-            kind_of_call = "custom_tool_call" if call.name in self._custom_tools else "function_call"
-            _, prefix, field = _ARGUMENTS[kind_of_call]
-            item = {"id": f"{prefix}_{self._id}_{number}", "type": kind_of_call, "call_id": call.id, "name": call.name}
-            item[field] = ""
+            item = self._opened_call(call, number)
         elif kind == "reasoning":
             item = {"id": f"rs_{self._id}_{number}", "type": "reasoning", "summary": [], "content": []}
         else:
@@ -191,6 +197,18 @@ class ResponsesFormat(ItemsFormat):
             return opened
         return opened + self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
+    def _opened_call(self, call: CallDelta, number: int) -> dict[str, Any]:
+        called = self._called(call)
+        if called.kind == SEARCH:
+            item = {"id": f"tsc_{self._id}_{number}", "type": _SEARCH_CALL, "call_id": call.id}
+            return {**item, "execution": "client", "arguments": {}}
+        type_of_call = "custom_tool_call" if called.kind == "custom" else "function_call"
+        _, prefix, field = _ARGUMENTS[type_of_call]
+        item = {"id": f"{prefix}_{self._id}_{number}", "type": type_of_call, "call_id": call.id, "name": called.name}
+        if called.namespace:
+            item["namespace"] = called.namespace
+        return {**item, field: ""}
+
     def _close(self, status: str) -> bytes:
         if not self._kind:
             return b""
@@ -198,7 +216,9 @@ class ResponsesFormat(ItemsFormat):
         place = self._place(kind)
         self._kind = ""
         item["status"] = status
-        if item["type"] in _ARGUMENTS:
+        if item["type"] == _SEARCH_CALL:
+            item["arguments"], events = msgspec.Raw(text.encode()), b""  # always an object (`CallParser`)
+        elif item["type"] in _ARGUMENTS:
             name, _, field = _ARGUMENTS[item["type"]]
             item[field] = text
             named = {"name": item["name"]} if item["type"] == "function_call" else {}

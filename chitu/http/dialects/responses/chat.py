@@ -1,43 +1,31 @@
 """A chat's body made of one of `/v1/responses`, and what its answer repeats of the body. Pure; part of `BodyWork`.
 
-Nothing is stored, so `input` has all turns, as in an answer's `output`: adjacent items of the model form one assistant
-message.
+Nothing is stored, so `input` has all turns, as in an answer's `output` (`items.py`).
 """
 
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import (
-    CalledFunction,
-    ChatBody,
-    ChatMessage,
-    ChosenFunction,
-    ChosenTool,
-    JsonSchemaFormat,
-    MessageToolCall,
-    ResponseFormat,
-    ToolFunction,
-)
-from chitu.http.ask.translation import FieldNames, Translation, add_text, functions_of, left_out, served_effort, text_of
+from chitu.http.ask.bodies import ChatBody, ChatMessage, JsonSchemaFormat, ResponseFormat
+from chitu.http.ask.parts import LeftOut
+from chitu.http.ask.sampling import NO_LIMIT
+from chitu.http.ask.translation import FieldNames, Translation, served_effort
 from chitu.http.dialects.responses.bodies import (
     ENCRYPTED,
     INCLUDABLE,
-    ITEM_TYPES,
-    PART_TYPES,
-    InputItem,
+    NamespacedTool,
     ResponsesBody,
     ResponsesTool,
-    ResponsesToolChoice,
     TextFormat,
 )
-from chitu.http.dialects.responses.custom_tools import arguments_of, custom_function
+from chitu.http.dialects.responses.items import messages_of
+from chitu.http.dialects.responses.tools import CalledTool, OfferedTools
 from chitu.protocol import SamplingParams
 
 _NAMES = (
@@ -45,68 +33,28 @@ _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"response_format(\.json_schema)?"), "text.format"),
+    (re.compile(r"tool_choice\.allowed_tools\.tools\[\d+\]"), "tool_choice.tools"),
 )
 """Fields of a chat -> the fields of this route that they are made from."""
 
 
-_ENCODED = "chitu1."
-_HOSTED = (
-    *("web_search", "file_search", "image_generation", "code_interpreter", "computer", "local_shell", "shell"),
-    *("apply_patch", "tool_search", "mcp"),
-)
-LEFT_OUT_ITEMS = frozenset(
-    {
-        *(f"{tool}_call" for tool in _HOSTED),
-        *(f"{tool}_call_output" for tool in _HOSTED),
-        *("tool_search_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-        *("program", "program_output", "additional_tools", "compaction", "compaction_trigger"),
-    }
-)
-"""Items of what runs on other servers alone."""
-
-
-def encoded_reasoning(text: str) -> str:
-    """Return reasoning as text that clients keep and send back without looking at it. It is not encrypted: the client
-    gets the same text in plain words."""
-    return _ENCODED + b64encode(text.encode()).decode()
-
-
-def decoded_reasoning(text: str) -> str:
-    """Return the reasoning in such a text; empty if it is of another server."""
-    if not text.startswith(_ENCODED):
-        return ""
-    try:
-        return b64decode(text.removeprefix(_ENCODED), validate=True).decode()
-    except ValueError:
-        return ""
-
-
 def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings: list[str]) -> Translation:
-    """Return the chat. `variables`: what its template reads. Raise InvalidRequest for items and parts that are neither
-    text nor calls; `warnings` gets a sentence about what has no effect."""
+    """Return the chat. `variables`: what its template reads. Raise InvalidRequest for items whose meaning would be
+    lost, and if the last turn asks about what is no text; `warnings` gets a sentence about what has no effect, and
+    about what the prompt leaves out."""
     if body.input is None or body.input == []:
         raise InvalidRequest("input is required: text, or a list of items", "input")
     _check(body)
+    left = LeftOut()
+    offered = OfferedTools(body, left)
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
     if isinstance(body.input, str):
         messages.append(ChatMessage("user", body.input))
     else:
-        messages = _messages(body.input, messages, warnings)
-    custom_places: list[int] = []
-    enforced: dict[str, dict[str, Any]] = {}
-
-    def function_of(tool: ResponsesTool, name: str, place: int) -> ToolFunction:
-        if tool.type == "function":
-            return ToolFunction(name, tool.description, tool.parameters, tool.strict)
-        function, followed = custom_function(tool, f"tools[{place}]", warnings)
-        custom_places.append(place)
-        if followed is not None:
-            enforced[name] = followed
-        return function
-
-    tools, places = functions_of(body.tools or [], ("function", "custom"), function_of, warnings)
-    chosen = body.tool_choice
-    choice = ChosenTool("function", ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
+        messages = messages_of(body.input, messages, offered, warnings)
+    tools, custom_places, enforced = offered.functions(warnings)
+    choice = offered.choice(body.tool_choice, left)
+    left.warn(warnings)
     text = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
     chat = ChatBody(
@@ -126,6 +74,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_receipt=body.return_receipt,
         return_token_ids=body.return_token_ids,
     )
+    places = [tool.place for tool in offered.by_name.values()]
     return Translation(chat, FieldNames(_NAMES, places, (), custom_places), enforced)
 
 
@@ -144,67 +93,11 @@ def _response_format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(given.type, schema=given.schema)
 
 
-def _messages(items: list[InputItem], messages: list[ChatMessage], warnings: list[str]) -> list[ChatMessage]:
-    """Return the messages with those of the items. Those of the system in a row are one, since many chat templates take
-    only one."""
-    others: dict[str, str] = {}
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = item.type or "message"
-        if kind in LEFT_OUT_ITEMS:
-            others[where] = kind
-            continue
-        if kind not in ITEM_TYPES:
-            raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
-        if kind == "message":
-            if item.role is None or item.content is None:
-                raise InvalidRequest(f"{where}: a message has a role and content", where)
-            text = text_of(item.content, PART_TYPES, f"{where}.content")
-            if item.role == "assistant":
-                _of_model(messages, kind).content = text
-            elif item.role in ("system", "developer"):
-                add_text(messages, "system", text)
-            else:
-                messages.append(ChatMessage(item.role, text))
-        elif kind in ("function_call", "custom_tool_call"):
-            if item.name is None or item.call_id is None:
-                raise InvalidRequest(f"{where}: a {kind} has a name and a call_id", where)
-            own = _of_model(messages, kind)
-            arguments = item.arguments if kind == "function_call" else arguments_of(item.input or "")
-            call = MessageToolCall(CalledFunction(item.name, arguments), item.call_id)
-            own.tool_calls = [*(own.tool_calls or ()), call]
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            if item.call_id is None or item.output is None:
-                raise InvalidRequest(f"{where}: a {kind} has a call_id and an output", where)
-            text = text_of(item.output, PART_TYPES, f"{where}.output")
-            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
-        else:
-            text = text_of(item.content or "", PART_TYPES, f"{where}.content")
-            text = text or decoded_reasoning(item.encrypted_content or "")
-            _of_model(messages, kind).reasoning_content = text
-    if others:
-        warnings.append(left_out(others))
-    # Templates have no message of reasoning alone.
-    return [message for message in messages if message.content is not None or message.tool_calls]
-
-
-def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
-    """Return the assistant message that an item of this kind belongs to: the last one, or a new one."""
-    last = messages[-1] if messages else None
-    if (
-        last is None
-        or last.role != "assistant"
-        or (kind == "message" and last.content is not None)
-        or (kind == "reasoning" and last.tool_calls)
-    ):
-        last = ChatMessage("assistant")
-        messages.append(last)
-    return last
-
-
-def _shown(tool: ResponsesTool) -> dict[str, Any]:
+def _shown(tool: ResponsesTool | NamespacedTool) -> dict[str, Any]:
     """Return a tool as the answer repeats it: functions with all their fields, other tools with those that are set."""
     fields = msgspec.structs.asdict(tool)
+    if isinstance(tool, ResponsesTool) and tool.tools is not None:
+        fields["tools"] = [_shown(inner) for inner in tool.tools]
     always = ("description", "parameters", "strict") if tool.type == "function" else ()
     return {name: value for name, value in fields.items() if name in always or value not in (None, msgspec.UNSET)}
 
@@ -222,8 +115,8 @@ class Repeated(NamedTuple):
 
     fields: dict[str, Any]
     """Fields that it repeats."""
-    custom_tools: frozenset[str] = frozenset()
-    """Names of the tools that take text (`custom_tools.py`)."""
+    tools: Mapping[str, CalledTool]
+    """Tools by their names in the prompt."""
     encodes_reasoning: bool = False
     """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
 
@@ -235,7 +128,7 @@ class Repeated(NamedTuple):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
@@ -245,5 +138,5 @@ class Repeated(NamedTuple):
             "background": False,
             "previous_response_id": None,
         }
-        custom = [tool.name for tool in body.tools or () if tool.type == "custom" and tool.name is not None]
-        return cls(fields, frozenset(custom), ENCRYPTED in (body.include or ()))
+        tools = {name: tool.called for name, tool in OfferedTools(body, LeftOut()).by_name.items()}
+        return cls(fields, tools, ENCRYPTED in (body.include or ()))

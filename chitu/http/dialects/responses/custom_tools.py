@@ -14,32 +14,33 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ToolFunction
-from chitu.http.dialects.responses.bodies import CustomFormat, ResponsesTool
+from chitu.http.dialects.responses.bodies import CustomFormat
 
 ARGUMENT = "input"
 """Name of the one argument."""
 _SYNTAXES = {"lark": "this Lark grammar", "regex": "this regular expression"}
 
 
-def custom_function(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, dict[str, Any] | None]:
-    """Return the function that stands for a custom tool, and the parameters that its calls follow; None if the text may
-    be any. Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
-    assert tool.name is not None
-    text = tool.description or ""
+def custom_function(
+    description: str | None, format: CustomFormat | None, name: str, where: str, warnings: list[str]
+) -> tuple[ToolFunction, dict[str, Any] | None]:
+    """Return the function of this name that stands for a custom tool, and the parameters that its calls follow; None if
+    the text may be any. Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
+    text = description or ""
     pattern = ""
-    if tool.format is not None and tool.format.type == "grammar":
-        syntax, definition = _required(tool.format, where)
+    if format is not None and format.type == "grammar":
+        syntax, definition = _required(format, where)
         text += f"\n\nThe text in `{ARGUMENT}` follows {_SYNTAXES[syntax]}:\n{definition}"
         if syntax == "regex":
             pattern = f"(?:{definition})"
         else:
             warnings.append(f"{where}.format: calls need not follow the Lark grammar: only a regex is enforced")
-    elif tool.format is not None and tool.format.type != "text":
+    elif format is not None and format.type != "text":
         raise InvalidRequest(f"{where}.format.type must be text or grammar", f"{where}.format.type")
     argument = {"type": "string", "description": "The text that the tool takes"}
     parameters: dict[str, Any] = {"type": "object", "properties": {ARGUMENT: argument}, "required": [ARGUMENT]}
     parameters["additionalProperties"] = False
-    function = ToolFunction(tool.name, text.strip(), parameters, True if pattern else None)
+    function = ToolFunction(name, text.strip(), parameters, True if pattern else None)
     enforced = {"type": "string", "pattern": f"^{pattern}$"}
     return function, {**parameters, "properties": {ARGUMENT: enforced}} if pattern else None
 

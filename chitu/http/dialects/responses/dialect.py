@@ -7,7 +7,8 @@ from typing import cast
 from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED
-from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.fields import Unserved
+from chitu.http.ask.other_servers import OF_CHATS, SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParseContext, ParsedRequest
 from chitu.http.dialects.responses.answers import ResponsesFormat, ResponsesReply
@@ -27,12 +28,17 @@ UNSERVED: Unserved = (
             ("prompt_cache_options", ""),
             ("stream_options", "nothing is padded"),
             ("client_metadata", ""),
+            *UNUSED,
         ),
     ),
     (
         (RESPONSES,),
         REFUSED,
         (
+            *SAMPLERS,
+            *OF_CHATS,
+            ("top_k", "chat has it", (-1, 0)),
+            ("stop", "chat has it", ([],)),
             ("store", "nothing is stored", (False,)),
             ("previous_response_id", "nothing is stored: send the turns as `input`"),
             ("conversation", "nothing is stored: send the turns as `input`"),
@@ -46,11 +52,8 @@ UNSERVED: Unserved = (
             ("access_programs", ""),
             ("context_management", "", ([],)),
             ("input[].async", ""),
-            ("input[].content[].image_url", TEXT_ONLY),
-            ("input[].content[].file_id", ""),
-            ("input[].content[].detail", ""),
-            ("input[].content[].refusal", ""),
             ("tools[].async", ""),
+            ("tools[].tools[].async", ""),
             ("reasoning.context", ""),
             ("reasoning.mode", ""),
         ),

