@@ -233,20 +233,25 @@ final text. The ids of Kimi-K2's calls are its own (`functions.name:index`), sin
 them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2) or
 without quotes (Gemma 4), the tool's schema says which are strings. Only a call of an offered tool is a call. It may
 have `type`, may have name and arguments within `function`, `parameters` for `arguments`, arguments as text, or none; a
-code fence or an array may be around it; raw line breaks and tabs in its strings become escapes. Anything else that the
-model writes is `content`, also a call whose JSON is broken or cut off. A stream sends a call when it is complete, so
-`arguments` are always a JSON object, and the parts of a stream are always the answer that is not streamed. Text between
-`<think>`, `[THINK]`, `<seed:think>`, `<|channel>thought` (Gemma 4), `<|START_THINKING|>` (Command) or
-`<|inner_prefix|>` (Apertus) and its end is `reasoning_content` if the template knows these marks. Command's marks
-around text are no content.
+code fence or an array may be around it; raw line breaks and tabs in its strings become escapes, and Python's literals
+JSON. It may lack brackets at its end, and marks or tags that the rest makes plain; a tagged value also ends at the next
+tag of one of the tool's properties. An id of Kimi-K2 that is a little off names the tool that it resembles, or the only
+one if the arguments fit. Any mark of gpt-oss ends a message. Anything else that the model writes is `content`, without
+marks and tags, also a call whose JSON is broken or cut off, or one whose argument would have swallowed a tag. A stream
+sends a call when it is complete, so `arguments` are always a JSON object, and the parts of a stream are always the
+answer that is not streamed, in the same order. Text between `<think>`, `[THINK]`, `<seed:think>`, `<|channel>thought`
+(Gemma 4), `<|START_THINKING|>` (Command) or `<|inner_prefix|>` (Apertus) and its end is `reasoning_content` if the
+template knows these marks. Command's marks around text are no content. Calls in it are drafts, unless the answer ends
+with them and the reasoning was never closed.
 
 `/v1/messages` and `/v1/messages/count_tokens` are Anthropic's Messages API, made into a chat: the base URL of its
 clients and agents is that of the server, without `/v1`. `model` is the served name, so set it in the agent, also that
 of its small model. Headers `anthropic-version` and `anthropic-beta` have no effect. Reasoning is in `thinking` blocks,
-whose `signature` signs nothing. `usage.cache_read_input_tokens` counts what P or D had cached, and `input_tokens` the
-rest of the prompt. Errors are Anthropic's error object; where other routes answer 503 because nothing can serve the
-request now, these answer 529. A prompt longer than the context is an error that begins with `prompt is too long`, which
-agents act on. An API key may come as `X-API-Key`, at every route.
+whose `signature` signs nothing. In ids of calls, characters that Anthropic does not permit are `_`.
+`usage.cache_read_input_tokens` counts what P or D had cached, and `input_tokens` the rest of the prompt. Errors are
+Anthropic's error object; where other routes answer 503 because nothing can serve the request now, these answer 529. A
+prompt longer than the context is an error that begins with `prompt is too long`, which agents act on. An API key may
+come as `X-API-Key`, at every route.
 
 Agents offer tools by default that only the servers of their own API can run (`web_search`, `local_shell`, `mcp`, ...).
 Such tools, and items of an earlier turn that came from them, are left out of the prompt, and the header

@@ -337,7 +337,8 @@ def bare(calls: type[CallParser], text: str) -> str:
     marks = sorted({*calls.marks, *calls.needed, calls.end_mark} - {"", "]"}, key=len, reverse=True)
     for mark in marks:
         text = text.replace(mark.strip(), "")
-    return re.sub(r"</?｜?>?[^<>]*>", "", text).strip()
+    text = re.sub(r"(?:(?:function|tool)_calls|invoke(?: name=[^>]*)?)>", "", text)
+    return re.sub(r"</?｜?>?[^<>]*>", "", text).replace(">", "").strip()
 
 
 @each

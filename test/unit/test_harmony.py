@@ -71,7 +71,7 @@ ADD = '{"a": "}{\\"<|end|>", "b": [1, {"c": null}]}'
 ANSWERS: list[tuple[str, Read]] = [
     (f"{THOUGHT}{FINAL}It is 4.", ("It is 4.", "I add.", [])),
     (f"{FINAL}It is 4.{END}", ("It is 4.", "", [])),
-    (f"{FINAL}An {END} in text.", (f"An {END} in text.", "", [])),
+    (f"{FINAL}An {END} in text.", ("An \n\nin text.", "", [])),
     (f"{THOUGHT}{call('add', ADD)}", ("", "I add.", [("add", ADD)])),
     (f"{THOUGHT}{call('add', ADD, 1)}{CALL}", ("", "I add.", [("add", ADD)])),
     (f"{THOUGHT}{call('a.look', '{}', 2)}", ("", "I add.", [("a.look", "{}")])),
@@ -105,18 +105,78 @@ def test_an_answer_is_read_by_its_channels_however_it_is_cut(text: str, expected
     assert none == "" and all(part in content for part in reasoning.split("\n\n")) and calls == expected[2]
 
 
-def test_what_is_no_call_of_an_offered_tool_is_content_as_it_was_written() -> None:
-    for text in (
-        call("none", "{}"),
-        f"<|channel|>commentary to=python code{MESSAGE}print(1)",
-        call("add", "{1}"),
-        call("add", '{"a": '),
-        call("add", "[1]"),
-        "<|channel|>" + "x" * 2 * MAX_HEAD_CHARS + MESSAGE,
-        "<|channel|>" + "x" * (MAX_HEAD_CHARS - 15) + MESSAGE + "Yes.",
+def test_what_is_no_call_of_an_offered_tool_is_content_without_its_head() -> None:
+    for text, content in (
+        (call("none", "{}"), "{}"),
+        (f"<|channel|>commentary to=python code{MESSAGE}print(1)", "print(1)"),
+        (call("add", "{1}"), "{1}"),
+        (call("add", '{"a": '), '{"a": '),
+        (call("add", "[1]"), "[1]"),
+        ("<|channel|>" + "x" * 2 * MAX_HEAD_CHARS + MESSAGE, "x" * 2 * MAX_HEAD_CHARS),
+        ("<|channel|>" + "x" * (MAX_HEAD_CHARS - 30) + MESSAGE + "Yes.", "x" * (MAX_HEAD_CHARS - 30) + "Yes."),
     ):
         for size in (1, 9, len(text)):
-            assert read(text, [size]) == (text, "", []), text[:60]
+            assert read(text, [size]) == (content, "", []), text[:60]
+
+
+ROME = '{"city": "Rome"}'
+GARBLED: list[tuple[str, Read]] = [
+    (f"{ANALYSIS}hm{END}{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{NEXT}{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}assistant{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm<|call|>{NEXT}{FINAL}Hi<|return|>", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm<|return|>{NEXT}{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}\n\n{NEXT}\n{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}Hi there", ("Hi there", "hm", [])),
+    (f"{ANALYSIS}hm{END}{NEXT}{MESSAGE}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}{NEXT}<|channel|>finalHi there", ("Hi there", "hm", [])),
+    (f"{ANALYSIS}hm{END}comment{NEXT}{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}We need to<|start|>assistant{FINAL}Hi", ("Hi", "hm", [])),
+    (f"{ANALYSIS}hm{END}{NEXT} Hi there", ("Hi there", "hm", [])),
+    (f"{ANALYSIS}hm{END}{NEXT}", ("", "hm", [])),
+    (f"{ANALYSIS}hm{END}{'Hi. ' * 200}", ("Hi. " * 200, "hm", [])),
+    (f"<|start|>functions.get_w to=assistant<|channel|>commentary{MESSAGE}{{}}", ("{}", "", [])),
+    (f"<|start|>functions.get_w<|channel|>commentary{MESSAGE}{{}}", ("{}", "", [])),
+    (f"analysis{MESSAGE}hm{END}{NEXT}final{MESSAGE}Hi", ("Hi", "hm", [])),
+    (f"<|channel|><|channel|>final{MESSAGE}{MESSAGE}Hi", ("Hi", "", [])),
+    (f"<|channel|>final <|constrain|>json{MESSAGE}{{}}", ("{}", "", [])),
+    *(
+        (f"{head}{MESSAGE}{ROME}{behind}", ("", "", [("get_w", ROME)]))
+        for behind in ("", CALL, END)
+        for head in (
+            "<|channel|>commentary to=functions.get_wjson",
+            "<|channel|>commentary to=functions.get_w.json",
+            "<|channel|>commentary to=functions.get_w<|constrain|>json",
+            "<|channel|>commentary to=functions.get_w json<|constrain|>",
+            "<|channel|>commentary to=functions.get_w<|channel|>commentary json",
+            "<|channel|>commentary to=get_w code",
+            "<|channel|>commentary to= functions.get_w",
+            "<|channel|>commentary to=function.get_w",
+            "<|channel|>commentary to=functions_get_w",
+            "<|channel|>commentary functions.get_w <|constrain|>json",
+            "<|channel|>analysis to=functions.get_w",
+            "<|channel|>final to=functions.get_w",
+            " to=functions.get_w<|channel|>commentary",
+            "to=functions.get_w<|channel|>analysis <|constrain|>json",
+            f"{NEXT} to=functions.get_w<|channel|>commentary",
+            "assistant<|channel|>commentary to=functions.get_w",
+            "commentary to=functions.get_w json",
+            "<|start|><|channel|>commentary to=functions.get_w",
+        )
+    ),
+    (f"<|channel|>commentary to=functions.get_w <|constrain|>json{ROME}{CALL}", ("", "", [("get_w", ROME)])),
+    (f"<|channel|>commentary to=functions.get_w{MESSAGE}{ROME[:-1]}{CALL}", ("", "", [("get_w", ROME)])),
+    (f"<|channel|>commentary to=functions.get_w{MESSAGE}{ROME}}}{CALL}", ("", "", [("get_w", ROME)])),
+    (f"<|channel|>commentary to=functions.get{MESSAGE}{ROME}{CALL}", (ROME, "", [])),
+    (f"<|channel|>commentary to=functions.get_w_all{MESSAGE}{ROME}{CALL}", (ROME, "", [])),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), GARBLED)
+def test_an_answer_with_missing_marks_or_garbled_heads_is_what_it_plainly_means(text: str, expected: Read) -> None:
+    for size in (1, 2, 3, 7, len(text) + 1):
+        assert read(text, [size], PLAN._replace(names=("get_w", "look"))) == expected
 
 
 TEXTS = st.text(max_size=12) | st.sampled_from(

@@ -24,13 +24,16 @@ from chitu.http.answer.token_logprobs import (
 )
 from chitu.http.ask.chat import chat_messages
 from chitu.http.ask.parsed import OutputOptions
+from chitu.http.dialects.anthropic.answers import MessagesFormat
 from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.http.dialects.responses.answers import ResponsesFormat
 from chitu.http.dialects.responses.bodies import ResponsesBody
 from chitu.http.dialects.responses.chat import Repeated, chat_of_responses
 from chitu.http.dialects.responses.items import decoded_reasoning, encoded_reasoning
 from chitu.http.dialects.responses.tools import CalledTool
+from chitu.http.messages.call_formats import HermesParser
 from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
+from chitu.http.messages.message_parser import MARKS, MessagePlan
 from chitu.http.table import BODIES, ENDPOINTS
 from chitu.protocol import SamplingParams, pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
@@ -404,6 +407,30 @@ def test_a_custom_call_has_its_text_whole_and_streamed(arguments: str, text: str
     told = [event for event in events if event["type"].startswith("response.custom_tool_call_input")]
     assert [event.get("delta", event.get("input")) for event in told] == [text, text]
     assert all(event["item_id"] == custom["id"] and event["output_index"] == 1 for event in told)
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_a_whole_answer_has_text_and_calls_in_the_order_of_its_stream(api: str, size: int) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    text = f"<think>Hm.</think>A.\n{call}\nB.\n{call}\n{call}"
+    parser = MessagePlan(MARKS[0], False, True, HermesParser, ("f",), True).parser()
+    parts = [*[parser.push(text[at : at + size]) for at in range(0, len(text), size)], parser.finish()]
+    made = {"messages": lambda: MessagesFormat(HEAD, False), "responses": form}[api]
+    whole = json.loads(b"".join(made().full([FinishedChoice(joined(parts), "tool_calls", None)], USAGE)))
+    streamed = made()
+    data = streamed.opening(0) + b"".join(streamed.delta(0, Delta(part, [])) for part in parts)
+    events = events_of(data + streamed.last(0, Delta("", [], reason="tool_calls")) + streamed.usage(USAGE))
+    name, begun, field = {
+        "messages": ("content", "content_block_start", "content_block"),
+        "responses": ("output", "response.output_item.added", "item"),
+    }[api]
+    kinds = [item["type"] for item in whole[name]]
+    told = {"thinking": "reasoning", "text": "message", "tool_use": "function_call"}
+    assert [told.get(kind, kind) for kind in kinds] == [
+        *("reasoning", "message", "function_call", "message", "function_call", "function_call")
+    ]
+    assert [event[field]["type"] for event in events if event["type"] == begun] == kinds
 
 
 def test_errors_of_the_chat_have_the_names_of_this_route() -> None:

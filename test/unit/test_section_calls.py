@@ -191,6 +191,8 @@ def test_the_ids_of_kimi_are_those_that_it_wrote_and_differ() -> None:
         ("Functions.Add:0", "add"),
         ("tools.get_it:0", "get-it"),
         ("functions.get_it_2:0", "get_it_2"),
+        ("functions. add:0", "add"),
+        ("functions add:0", "add"),
         ("call_abc123", ""),
         ("functions.adder:0", ""),
         ("functions.add_all:0", ""),

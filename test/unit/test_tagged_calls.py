@@ -207,6 +207,8 @@ LACKING = [
     (MiniMaxParser, MINIMAX_HEAD.removeprefix("<minimax:tool_call>\n") + MINIMAX_BODY + MINIMAX_END),
     (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY + "</minimax:tool_call>"),
     (MiniMaxParser, MINIMAX_HEAD + MINIMAX_BODY + "</invoke>"),
+    (QwenCoderParser, '<tool_call>\n{"name": "write", "arguments": {"path": "Rome", "count": 3}}\n</tool_call>'),
+    (GLMParser, '<tool_call>{"name": "write", "arguments": {"path": "Rome", "count": 3}}</tool_call>'),
 ]
 
 
@@ -255,6 +257,8 @@ def test_a_literal_of_python_is_an_object_or_array(kind: str) -> None:
         ("{'a': 1, 'b': 'x'}", {"a": 1, "b": "x"}),
         ("{'a': {'b': [True, None, ('x', \"it's\")]}}", {"a": {"b": [True, None, ["x", "it's"]]}}),
         ("('a', 1,)", ["a", 1]),
+        ("{1: 'a', -2.5: {True: 'b: c'}}", {"1": "a", "-2.5": {"true": "b: c"}}),
+        ("{a: 'b'}", "{a: 'b'}"),
         ("[('a'), ()]", ["a", []]),
         ("{'it\\'s': 'say \"x\"\\n'}", {"it's": 'say "x"\n'}),
         ("{'a': f()}", "{'a': f()}"),

@@ -521,6 +521,52 @@ def test_reasoning_comes_before_calls_and_may_be_left_out() -> None:
     assert read(how._replace(shows_reasoning=False), text, 3) == ("", "", [("add", "{}")])
 
 
+OPEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OPEN: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("hm\n" + OPEN_CALL, "hm", [("add", '{"a": 1}')]),
+    ("hm\n" + OPEN_CALL + "\n\n", "hm", [("add", '{"a": 1}')]),
+    (OPEN_CALL + "\n" + OPEN_CALL, "", [("add", '{"a": 1}')] * 2),
+    (OPEN_CALL.replace("add", "look") + " So: " + OPEN_CALL, "%s So: ", [("add", '{"a": 1}')]),
+    ("hm " + OPEN_CALL.removesuffix("\n</tool_call>"), "hm ", [("add", '{"a": 1}')]),
+    ("hm " + OPEN_CALL + " Or not?", "=", []),
+    ("hm " + OPEN_CALL.replace("add", "other"), "=", []),
+    ("hm " + OPEN_CALL[:40], "=", []),
+    ("a <tool_call> is a mark, <tool_ca", "=", []),
+    ("<tool_call>" * 9 + "x" + OPEN_CALL, "<tool_call>" * 9 + "x", [("add", '{"a": 1}')]),
+]
+
+
+@pytest.mark.parametrize("begin", ["", "<think>"])
+@pytest.mark.parametrize(("text", "reasoning", "calls"), OPEN)
+def test_calls_at_the_end_of_a_reasoning_that_was_never_closed_are_calls(
+    begin: str, text: str, reasoning: str, calls: list[tuple[str, str]]
+) -> None:
+    how = plan(HermesParser, marks=THINK, inside=not begin)
+    expected = reasoning.replace("=", text).replace("%s", OPEN_CALL.replace("add", "look"))
+    for cut in (1, 2, 7, len(begin + text)):
+        assert read(how, begin + text, cut) == ("", expected, calls)
+        assert read(how._replace(shows_reasoning=False), begin + text, cut) == ("", "", calls)
+        assert read(how, f"{begin}{text}</think>\n\nYes.", cut) == ("Yes.", text.removesuffix("\n"), [])
+    for reason in ("stop", "length"):
+        decoder, ids, message = decode(how, begin + text, reason, 3)
+        assert decoder.finish_reason == ("tool_calls" if calls and reason == "stop" else reason)
+        assert ids == [*map(ord, begin + text), 0]
+        if reason == "length":  # more would have come
+            assert message == MessageDelta(reasoning=text + "\0")
+
+
+def test_reasoning_is_shown_at_once_up_to_a_mark_and_no_draft_is_read_for_ever() -> None:
+    parser = plan(HermesParser, marks=THINK, inside=True).parser()
+    assert parser.push("I may call <tool") == MessageDelta(reasoning="I may call ")
+    assert parser.push("box>") == MessageDelta(reasoning="<toolbox>")
+    assert parser.push(' <tool_call>{"name": "ad') == MessageDelta(reasoning=" ")
+    assert parser.push('just"} <') == MessageDelta(reasoning='<tool_call>{"name": "adjust"} ')
+    text = "<tool_call>" * 40_000
+    parser = plan(HermesParser, marks=THINK, inside=True).parser()
+    message = joined([*(parser.push(text[at : at + 4096]) for at in range(0, len(text), 4096)), parser.finish()])
+    assert message == MessageDelta(reasoning=text)
+
+
 class Letters:
     """A detokenizer in which a token is a letter."""
 

@@ -125,13 +125,17 @@ class CallParser(abc.ABC):
         """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         self._pieces = []
         held, self._held = self._held, ""
+        self._finish_object(is_whole)
+        if self._raw or self._state == self._in_text:
+            self._show(self._bare("".join(self._raw) + held))
+        return self._pieces
+
+    def _finish_object(self, is_whole: bool) -> None:
+        """Emit a call whose object lacks only brackets."""
         if is_whole and self._state in (self._in_object, self._behind_broken):
             call, rest = self._closed_call() if self._raw[-1].rstrip().endswith(("}", "]")) else (None, "")
             if call is not None and not rest.strip():
                 self._emit(call)
-        if self._raw or self._state == self._in_text:
-            self._show(self._bare("".join(self._raw) + held))
-        return self._pieces
 
     @classmethod
     @abc.abstractmethod

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from chitu.http.messages.call_objects import Call, Found, JSONEnd, Piece, arguments_of, call_of
 from chitu.http.messages.call_parser import FENCE
-from chitu.http.messages.pythonic_calls import ArgumentsEnd, PythonicParser, python_to_json
+from chitu.http.messages.python_literals import python_to_json
+from chitu.http.messages.pythonic_calls import ArgumentsEnd, PythonicParser
 
 MAX_ENDS = 64
 """Texts in a section that look like its end and are not. A section with more is content."""

@@ -21,18 +21,23 @@ from chitu.protocol import ToolFields
 DSML = "｜DSML｜"
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
 _SECTIONS = r" ?(?:function_calls|tool_calls|calls)>"
-_HEAD = re.compile(rf'(?:{_SECTIONS}\s*(?:{_OPEN})?|{_OPEN})* ?invoke\s+name="?([^">\n]+)"?\s*(/?)>')
+_HEAD = re.compile(
+    rf'(?:{_SECTIONS}\s*(?:{_OPEN})?| ?invoke\s+name="?\s*{_OPEN}|{_OPEN})* ?invoke\s+name="?([^">\n]+)"?\s*(/?)>'
+)
 _NO_HEAD = re.compile(rf"(?:{_SECTIONS}\s*|{_OPEN})*(?!{_OPEN[0]}| ?invoke| ?function_| ?tool_| ?calls)[^\s<]{{9}}")
 """What begins so is no head."""
 _ARGUMENT = re.compile(
-    rf'(?:{_OPEN})+ ?parameter\s+name="?([^">\n]+)"?(?:\s+string="?(true|false)"?)?\s*>'
-    rf'(?:"\s+string="(?:true|false)">)*((?:(?!</?{DSML}).)*)(?:{_CLOSE} ?\w*>?\s*)*',
+    rf'(?:<?{DSML})+ ?parameter\s+name="?([^"<>｜\n]+)"?(?:\s+string="?(true|false)(?:"|(?=\s*>"))?)?\s*'
+    rf'(?:>(?!")|(?<=")>|>")(?:\s*"\s+string="(?:true|false)">)*((?:(?![</]{{0,2}}{DSML}).)*)'
+    rf"(?:[</]{{0,2}}{DSML}(?! ?(?:parameter|invoke)\s+name) ?\w*>?\s*)*",
     re.DOTALL,
 )
-_END = re.compile(rf"{_CLOSE} ?invoke>|(?={_OPEN} ?invoke)|(?={_CLOSE}{_SECTIONS})")
+_END = re.compile(rf"<?/?{DSML} ?invoke>|(?=<?{DSML} ?invoke\s)|(?=<?/?{DSML}{_SECTIONS})")
 _END_CHARS = 32
 """More than a tag that ends a call has."""
-_CLOSED = re.compile(rf"{_CLOSE}[^>\n]*(?:>|(?=\n))")
+_CLOSED = re.compile(rf"<?/{DSML} ?\w|/?<?{DSML} ?parameter>")
+_NO_CLOSE = re.compile(r"(?:<[^\s<>]{0,24}>?)?\s*\Z")
+"""What there may be instead of an end tag."""
 _TAGS = re.compile(rf"(?:</?{DSML}[^>\n]*>?\s*)+")
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 """Type of a JSON value that begins so; others are numbers."""
@@ -42,6 +47,7 @@ class DSMLParser(CallParser):
     """DeepSeek-V3.2."""
 
     marks: ClassVar[tuple[str, ...]] = (_OPEN, f"\n{_OPEN}", f"\n\n{_OPEN}", _CLOSE, f"\n{_CLOSE}")
+    hidden: ClassVar[tuple[str, ...]] = (DSML,)
     needed: ClassVar[tuple[str, ...]] = (DSML,)
     trigger: ClassVar[str] = f"{_OPEN}function_calls>"
     separator: ClassVar[str | None] = ""
@@ -76,9 +82,7 @@ class DSMLParser(CallParser):
 
     def _begin(self, mark: str, text: str) -> str:
         if mark.endswith(_CLOSE):  # of a section whose calls were read, or of none
-            if not self.num_calls:
-                self._show(mark)
-            self._state = self._in_close if self.num_calls else self._in_text
+            self._state = self._in_close
             return text
         self._last = ""
         return super()._begin(mark, text)
@@ -115,6 +119,8 @@ class DSMLParser(CallParser):
             return ""
         whole = "".join(self._raw[2:])
         start = len(whole) - len(text) - before
+        if not found[0] and not whole[: start + found.start()].strip():  # the head of a call twice
+            return self._begin("", whole[start + found.end() :].removeprefix(_OPEN))
         arguments = self._arguments(whole[: start + found.start()])
         if arguments is None:
             self._raw = [*self._raw[:2], whole[: start + found.end()]]
@@ -161,7 +167,7 @@ class DSMLParser(CallParser):
                 return None
             name, is_text, value = found.groups()
             closed = _CLOSED.match(text, found.end(3)) is not None
-            value = value if closed else value.rstrip()  # space that was behind a tag which is missing
+            value = value if closed else _NO_CLOSE.sub("", value, count=1)
             values[name] = _typed(value, is_text, schemas.get(name), parameters)
             at = found.end()
         return f"{{{', '.join(f'{json_text(name)}: {value}' for name, value in values.items())}}}"

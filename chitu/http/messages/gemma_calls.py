@@ -1,8 +1,8 @@
 """Calls of Gemma 4 and FunctionGemma: `<|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>`. Pure.
 
-Keys are bare, and strings are raw text between marks, so nothing in them is escaped. A string ends at the first mark
-that a comma, a bracket or the end follows. JSON's strings and keys are read, too, and bare text that is no literal is a
-string. The tool's schema tells a bare `5` that is a string from a number.
+Keys are bare, and strings are raw text between marks, so nothing in them is escaped, and no string has the mark in it.
+JSON's strings and keys are read, too, and bare text that is no literal is a string, also with one of its two marks. The
+tool's schema tells a bare `5` that is a string from a number.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ _BARE_KEY = re.compile(r"[^:{}\[\]]+")
 _BARE_MEMBER = re.compile(r"[^{}\[\]]*?(?=\s*(?:[}\]]|\Z|,[^,:{}\[\]]+:))")
 """A value up to the end of its object, or the next key."""
 _BARE_ITEM = re.compile(r"[^{}\[\],]*")
+_PART_OF_MARK = re.compile(r'[<>|"]')
 _LITERALS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 class GemmaParser(HeadedParser):
-    marks: ClassVar[tuple[str, ...]] = ("<|tool_call>", "<tool_call|>", "<|tool_response>")
-    needed: ClassVar[tuple[str, ...]] = (*marks, '<|"|>')
+    marks: ClassVar[tuple[str, ...]] = ("<|tool_call>", "call:")
+    hidden: ClassVar[tuple[str, ...]] = ("<tool_call|>", "<|tool_response>", '<|"|>')
+    needed: ClassVar[tuple[str, ...]] = (marks[0], *hidden)
     trigger: ClassVar[str] = marks[0]
     separator: ClassVar[str | None] = ""
-    end_mark: ClassVar[str] = marks[1]
+    end_mark: ClassVar[str] = hidden[0]
     head_begins: ClassVar[str] = "call:"
-    head: ClassVar[re.Pattern[str]] = re.compile(r"\s*call:\s*([^\s{]+)\s*(?=\{)")
+    head: ClassVar[re.Pattern[str]] = re.compile(r"\s*(?:call:)*\s*([^\s{]+)\s*(?=\{)")
+    head_begun: ClassVar[re.Pattern[str] | None] = re.compile(r"\s*(?:call:)*\s*[^\s{]*\s*\Z")
     fields: ClassVar[ToolFields | None] = ToolFields("", ":", "", ",")
-    quote: ClassVar[str] = r'<\|?"\|?>'
+    quote: ClassVar[str] = r'<\|"\|>'
     """Pattern of what is on both sides of a string, and never in one."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
@@ -49,8 +52,6 @@ class GemmaParser(HeadedParser):
         """The newest characters of the arguments, in which the end of the call may have begun."""
         self._num_ends = 0
         """Texts that looked like its end."""
-        if not is_enforced:
-            self._begin("", "")  # the mark may be missing
 
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
@@ -67,11 +68,6 @@ class GemmaParser(HeadedParser):
         return [*self._pieces, *super().finish(is_whole)]
 
     def _begin(self, mark: str, text: str) -> str:
-        if mark in self.marks[1:]:  # an end behind text, or that of a turn with calls
-            if not self.num_calls:
-                self._show(mark)
-            self._state = self._in_text
-            return text
         self._last, self._num_ends = "", 0
         return super()._begin(mark, text)
 
@@ -114,11 +110,12 @@ class GemmaParser(HeadedParser):
 
 
 class FunctionGemmaParser(GemmaParser):
-    marks: ClassVar[tuple[str, ...]] = ("<start_function_call>", "<end_function_call>", "<start_function_response>")
-    needed: ClassVar[tuple[str, ...]] = (*marks, "<escape>")
+    marks: ClassVar[tuple[str, ...]] = ("<start_function_call>", "call:")
+    hidden: ClassVar[tuple[str, ...]] = ("<end_function_call>", "<start_function_response>", "<escape>")
+    needed: ClassVar[tuple[str, ...]] = (marks[0], *hidden)
     trigger: ClassVar[str] = marks[0]
-    end_mark: ClassVar[str] = marks[1]
-    quote: ClassVar[str] = r"</?escape>"
+    end_mark: ClassVar[str] = hidden[0]
+    quote: ClassVar[str] = r"<escape>"
 
 
 class _Values:
@@ -129,7 +126,9 @@ class _Values:
         self._text = text
         self._root = root
         self._quote = re.compile(quote)
-        self._quoted = re.compile(rf"{quote}(.*?){quote}(?=\s*(?:[,:}}\]]|\Z))", re.DOTALL)
+        self._quoted = re.compile(
+            rf"{quote}(?:\s*{quote})*((?:(?!{quote}).)*){quote}(?:\s*{quote})*(?=\s*[,:}}\]])", re.DOTALL
+        )
 
     def object(self, schema: Any) -> str:
         known = schema.get("properties") if isinstance(schema, Mapping) else None
@@ -175,8 +174,8 @@ class _Values:
         found = self._quoted.match(self._text, self.at)
         if found is not None:
             self.at = found.end()
-            text = self._quote.sub("", found[1])
-            return json_text(text) if not types or "string" in types else value_of(text, schema, self._root)
+            is_text = not types or "string" in types
+            return json_text(found[1]) if is_text else value_of(found[1], schema, self._root)
         found = _JSON_STRING.match(self._text, self.at)
         if found is not None:
             self.at = found.end()
@@ -187,7 +186,12 @@ class _Values:
         self.at = found.end()
         text = found[0].strip()
         if self._quote.search(text):  # one of two
-            return json_text(self._quote.sub("", text))
+            text = self._quote.sub("", text)
+            if _PART_OF_MARK.search(text):
+                raise ValueError(self.at)
+            return json_text(text)
+        if _PART_OF_MARK.search(text):
+            raise ValueError(self.at)
         literal = _LITERALS.get(text, text if _NUMBER.fullmatch(text) else None)
         return json_text(text) if literal is None or (types == {"string"} and literal != "null") else literal
 

@@ -5,6 +5,7 @@ turns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from chitu.http.messages.code_calls import LfmParser, ToolCodeParser
 from chitu.http.messages.dsml_calls import DSML, DSMLParser, DSMLToolsParser
 from chitu.http.messages.gemma_calls import FunctionGemmaParser, GemmaParser
 from chitu.http.messages.harmony import ANALYSIS, CHANNEL, END, FINAL, NEXT, HarmonyParser
+from chitu.http.messages.open_calls import OpenCalls
 from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.http.messages.section_calls import (
     DEEPSEEK_BEGIN,
@@ -134,6 +136,11 @@ class ReasoningParser:
     @property
     def is_inside(self) -> bool:
         return self._state == self._inside
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is no more reasoning."""
+        return self._state == self._behind
 
     @property
     def is_over(self) -> bool:
@@ -235,16 +242,27 @@ class MessagePlan(NamedTuple):
             channels = HarmonyParser(self.names, self.is_parallel, self.is_enforced, split, self.shows_reasoning)
             return MessageParser(None, channels, self.shows_reasoning)
         reasoning = ReasoningParser(self.reasoning, self.is_reasoning) if self.reasoning is not None else None
-        calls = self.calls(self.names, self.is_parallel, self.is_enforced) if self.calls is not None else None
-        return MessageParser(reasoning, calls, self.shows_reasoning)
+        if self.calls is None:
+            return MessageParser(reasoning, None, self.shows_reasoning)
+        calls = self.calls(self.names, self.is_parallel, self.is_enforced)
+        make = functools.partial(self.calls, self.names, True)
+        open_calls = OpenCalls(make, self.calls.marks) if reasoning is not None else None
+        return MessageParser(reasoning, calls, self.shows_reasoning, open_calls)
 
 
 class MessageParser:
     """Parser of one choice: `push` its text, then `finish`."""
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None, shows_reasoning: bool) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        calls: CallParser | None,
+        shows_reasoning: bool,
+        open_calls: OpenCalls | None = None,
+    ) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._open_calls = open_calls
         self._shows_reasoning = shows_reasoning
 
     @property
@@ -273,6 +291,11 @@ class MessageParser:
         if self._reasoning is None:
             return self._content(text, CallParser.push)
         reasoning, text = self._reasoning.push(text)
+        if self._open_calls is not None:
+            reasoning = self._open_calls.push(reasoning)
+            if self._reasoning.is_behind:
+                reasoning += self._open_calls.close()
+                self._open_calls = None
         if self._reasoning.is_over:
             self._reasoning = None
         return self._with_reasoning(reasoning, self._content(text, CallParser.push))
@@ -280,6 +303,10 @@ class MessageParser:
     def finish(self, is_whole: bool = True) -> str | MessageDelta:
         """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         reasoning, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
+        if self._open_calls is not None:
+            before = self._open_calls.push(reasoning)
+            behind, calls = self._open_calls.finish(is_whole)
+            reasoning, text = before + behind, text or calls
         parts = [self._content(text, CallParser.push), self._content("", lambda calls, _: calls.finish(is_whole))]
         shown = joined(parts)
         return self._with_reasoning(reasoning, shown)

@@ -11,9 +11,12 @@ import re
 import msgspec
 
 _TOKEN = re.compile(
-    r"""('(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|([(\[{])|([)\]}])|(,)|(?:\b([\w.-]+)\s*=(?!=)\s*)""", re.DOTALL
+    r"""('(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|([(\[{])|([)\]}])|(,)|(-?\b(?:[\w.]+(?=\s*:)))|(?:\b([\w.-]+)\s*=(?!=)\s*)""",
+    re.DOTALL,
 )
-"""A string, a bracket that opens or closes, a comma, or the name of an argument."""
+"""A string, a bracket that opens or closes, a comma, a bare key, or the name of an argument."""
+_KEY = re.compile(r"-?\d+(?:\.\d+)?")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _IN_STRING = re.compile(r"""\\(?:x([\da-fA-F]{2})|U([\da-fA-F]{8})|(.))|(")""", re.DOTALL)
 
 
@@ -24,7 +27,7 @@ def python_to_json(text: str, has_names: bool = True) -> str:
     """Open brackets, with their places in `parts`, and whether a comma was read within them."""
     done = 0
     for found in _TOKEN.finditer(text):
-        string, opening, closing, comma, name = found.groups()
+        string, opening, closing, comma, key, name = found.groups()
         parts.append(text[done : found.start()])
         done = found.end()
         if string is not None:
@@ -36,6 +39,10 @@ def python_to_json(text: str, has_names: bool = True) -> str:
             if opened:
                 opened[-1] = (*opened[-1][:2], True)
             parts.append(comma)
+        elif key is not None:  # the number or constant that it is, as text
+            bare = key if _KEY.fullmatch(key) else _CONSTANTS.get(key)
+            is_key = bare is not None and opened and opened[-1][0] == "{"
+            parts.append(f'"{bare}"' if is_key else key)
         elif closing is not None:
             opener, at, is_several = opened.pop() if opened else ("", 0, True)
             is_empty = len(parts) == at + 2 and not parts[-1].strip()

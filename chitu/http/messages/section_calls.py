@@ -54,10 +54,10 @@ class KimiParser(SectionParser):
     head_begins: ClassVar[str] = KIMI_CALL
     call_ends: ClassVar[tuple[str, ...]] = (KIMI_CALL_END, *_MORE_ENDS)
     head: ClassVar[re.Pattern[str]] = re.compile(
-        rf"\s*{_KIMI_MARKS}*({_LABEL}+)\s*{_KIMI_MARKS}*{_OBJECT % re.escape(KIMI_CALL_END)}"
+        rf"\s*{_KIMI_MARKS}*({_LABEL}+(?: {_LABEL}+)?)\s*{_KIMI_MARKS}*{_OBJECT % re.escape(KIMI_CALL_END)}"
     )
     head_begun: ClassVar[re.Pattern[str]] = re.compile(
-        rf"\s*{_KIMI_MARKS}*{_LABEL}*\s*{_KIMI_MARKS}*(?:<(?:\|(?:\w+\|?)?)?)?\Z"
+        rf"\s*{_KIMI_MARKS}*{_LABEL}*(?: {_LABEL}*)?\s*{_KIMI_MARKS}*(?:<(?:\|(?:\w+\|?)?)?)?\Z"
     )
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:

@@ -66,6 +66,12 @@ class TaggedParser(HeadedParser):
             self._state = self._in_tag
         return rest
 
+    def _in_head(self, text: str) -> str:
+        rest = text.lstrip()
+        if rest.startswith("{") and self._raw[0].strip() == self.trigger:  # models write Hermes' calls, too
+            return self._read_object(text[: -len(rest)], rest)
+        return super()._in_head(text)
+
     def _behind_head(self, head: str, rest: str) -> str:
         self._raw.append(head)
         self._state = self._in_arguments
