@@ -218,28 +218,40 @@ that was cut off) are text, or within an object; ids of calls are numbered for t
 Kimi-K2. Then every text of the messages must be in the prompt, or the request is refused with its place. Only the
 reasoning of earlier turns may be left out, as most templates do.
 
-The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5 and
-4.7, as MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 and 4 (in JSON or in
-Python, `[f(a=1)]`) or as Mistral. With other templates `tools` are refused, also with those that show no tools
-(DeepSeek's own): a `chat_template.jinja` in the folder replaces them. gpt-oss answers on channels: `analysis` is
+The text of the chat template determines how a model calls tools: as Hermes, Qwen and Granite 4, as Qwen3-Coder, as
+Seed-OSS, as GLM-4.5 and 4.7, as MiniMax-M1 and M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as DeepSeek
+V3.2 and V4 (DSML), as gpt-oss, as Llama 3 and 4 (in JSON or in Python, `[f(a=1)]`), as Mistral, as Gemma 4 and
+FunctionGemma, as LFM2, as Granite 3, as Phi-4-mini (`<|tool_call|>` or `functools`), as Command R, R7B and A, as
+Apertus, as Nemotron Nano 2 or as Apriel. Templates for Gemma 3 may ask for Python (a list, or the fence `tool_code`) or
+for a JSON object. With other templates `tools` are refused, also with those that show no tools (Gemma 3's and
+DeepSeek's own): a `chat_template.jinja` in the folder replaces them. Where the format is Hermes', the spellings of
+Qwen2.5-Coder are read, too: objects within `<tools>`, and those in a code fence or alone with which an answer begins or
+ends. Gemma 4's enforced calls have JSON's strings and keys. gpt-oss answers on channels: `analysis` is
 `reasoning_content`, `commentary` to a tool is a call, everything else is `content`. Its answer has at most one call,
 behind which the model stops. A grammar (`response_format` too) allows one message of analysis, and then a call or the
 final text. The ids of Kimi-K2's calls are its own (`functions.name:index`), since its template writes them again: send
-them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, GLM-4.5, MiniMax-M2), the tool's
-schema says which are strings. Only a call of an offered tool is a call. It may have `type`, may have name and arguments
-within `function`, `parameters` for `arguments`, arguments as text, or none; a code fence or an array may be around it;
-raw line breaks and tabs in its strings become escapes. Anything else that the model writes is `content`, also a call
-whose JSON is broken or cut off. A stream sends a call when it is complete, so `arguments` are always a JSON object, and
-the parts of a stream are always the answer that is not streamed. Text between `<think>` or `[THINK]` and its end is
-`reasoning_content` if the template knows these marks.
+them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2) or
+without quotes (Gemma 4), the tool's schema says which are strings. Only a call of an offered tool is a call. It may
+have `type`, may have name and arguments within `function`, `parameters` for `arguments`, arguments as text, or none; a
+code fence or an array may be around it; raw line breaks and tabs in its strings become escapes, and Python's literals
+JSON. It may lack brackets at its end, and marks or tags that the rest makes plain; a tagged value also ends at the next
+tag of one of the tool's properties. An id of Kimi-K2 that is a little off names the tool that it resembles, or the only
+one if the arguments fit. Any mark of gpt-oss ends a message. Anything else that the model writes is `content`, without
+marks and tags, also a call whose JSON is broken or cut off, or one whose argument would have swallowed a tag. A stream
+sends a call when it is complete, so `arguments` are always a JSON object, and the parts of a stream are always the
+answer that is not streamed, in the same order. Text between `<think>`, `[THINK]`, `<seed:think>`, `<|channel>thought`
+(Gemma 4), `<|START_THINKING|>` (Command) or `<|inner_prefix|>` (Apertus) and its end is `reasoning_content` if the
+template knows these marks. Command's marks around text are no content. Calls in it are drafts, unless the answer ends
+with them and the reasoning was never closed.
 
 `/v1/messages` and `/v1/messages/count_tokens` are Anthropic's Messages API, made into a chat: the base URL of its
 clients and agents is that of the server, without `/v1`. `model` is the served name, so set it in the agent, also that
 of its small model. Headers `anthropic-version` and `anthropic-beta` have no effect. Reasoning is in `thinking` blocks,
-whose `signature` signs nothing. `usage.cache_read_input_tokens` counts what P or D had cached, and `input_tokens` the
-rest of the prompt. Errors are Anthropic's error object; where other routes answer 503 because nothing can serve the
-request now, these answer 529. A prompt longer than the context is an error that begins with `prompt is too long`, which
-agents act on. An API key may come as `X-API-Key`, at every route.
+whose `signature` signs nothing. In ids of calls, characters that Anthropic does not permit are `_`.
+`usage.cache_read_input_tokens` counts what P or D had cached, and `input_tokens` the rest of the prompt. Errors are
+Anthropic's error object; where other routes answer 503 because nothing can serve the request now, these answer 529. A
+prompt longer than the context is an error that begins with `prompt is too long`, which agents act on. An API key may
+come as `X-API-Key`, at every route.
 
 Agents offer tools by default that only the servers of their own API can run (`web_search`, `local_shell`, `mcp`, ...).
 Such tools, and items of an earlier turn that came from them, are left out of the prompt, and the header

@@ -22,25 +22,34 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else '""'
 
 
-def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
-    """Return the rule `led`: any text up to and including the first `mark`. Needs `FREE_TEXT`."""
+def text_up_to(mark: str, added_tokens: Mapping[str, int], rule: str = "led") -> list[str]:
+    """Return a rule of any text up to and including the first `mark`. Needs `FREE_TEXT`."""
     # A lazy lexeme ends with the first mark, where free text is over.
-    rules = [rf"spelled[lazy]: /(.|\n)*/ {quoted(mark)}"]
-    token = added_tokens.get(mark)
-    return [*rules, "led: spelled" if token is None else f"led: spelled | TEXT <[{token}]>"]
+    spelled = f"{rule}_spelled"
+    rules = [rf"{spelled}[lazy]: /(.|\n)*/ {quoted(mark)}"]
+    parts = _parts(mark, added_tokens)
+    at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
+    if at is None:
+        return [*rules, f"{rule}: {spelled}"]
+    # What precedes the token in the mark is within the text.
+    behind = "".join(parts[at + 1 :])
+    rest = f" {with_marks(behind, added_tokens)}" if behind else ""
+    return [*rules, f"{rule}: {spelled} | TEXT <[{added_tokens[parts[at]]}]>{rest}"]
 
 
 def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:
     """Return a rule for `text`. Marks in it may also be written as their tokens."""
-    names = sorted((name for name in added_tokens if name and name in text), key=len, reverse=True)
-    if not names:
-        return quoted(text)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
     return " ".join(
         f"({quoted(part)} | <[{added_tokens[part]}]>)" if part in added_tokens else quoted(part)
-        for part in parts
-        if part
+        for part in _parts(text, added_tokens)
     )
+
+
+def _parts(text: str, added_tokens: Mapping[str, int]) -> list[str]:
+    """Return a text, split at the added tokens that it has the names of."""
+    names = sorted((name for name in added_tokens if name and name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return [part for part in parts if part] or [""]
 
 
 def behind_reasoning(

@@ -23,18 +23,19 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     if not calls.calls or not calls.trigger:
         raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
     token = added_tokens.get(calls.trigger)
-    trigger = quoted(calls.trigger) if token is None else f"<[{token}]>"
+    trigger = with_marks(calls.trigger, added_tokens) if token is None else f"<[{token}]>"
     rules = []
     for i, call in enumerate(calls.calls):
-        if not call.begin.startswith(calls.trigger):
-            raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
-        begin = with_marks(call.begin.removeprefix(calls.trigger), added_tokens)
+        ahead = calls.trigger + calls.open
+        if not call.begin.startswith(ahead):
+            raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {ahead[:40]!r}")
+        begin = with_marks(call.begin.removeprefix(ahead), added_tokens)
         if call.index_end:
             begin += f" INDEX {with_marks(call.index_end, added_tokens)}"
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
         if call.fields is not None and isinstance(schema, dict):
             end = with_marks(call.end, added_tokens)
-            rules += _fields_lark(f"call_{i}", begin, enforceable(schema), call.fields, end, json_options)
+            rules += _fields_lark(f"call_{i}", begin, enforceable(schema), call.fields, end, json_options, added_tokens)
             continue
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
@@ -42,30 +43,39 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
         rules.append(f"call_{i}: {begin} %json {text} {with_marks(call.end, added_tokens)}")
     if any(call.index_end for call in calls.calls):
         rules.append("INDEX: /[0-9]{1,6}/")
+    has_texts = any(call.fields is not None and not call.fields.separator for call in calls.calls)
+    if has_texts or not (calls.is_required or (calls.is_leading and not calls.text_begin)):
+        rules.append(FREE_TEXT)
     call_of_any = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
     separator = quoted(calls.separator)
     if calls.close:
         rules.append(f"one_call: {call_of_any}")
         more = f" ({separator} one_call)*" if calls.is_parallel else ""
-        call_of_any = f"one_call{more} {with_marks(calls.close, added_tokens)}"
+        opened = f"{with_marks(calls.open, added_tokens)} " if calls.open else ""
+        call_of_any = f"{opened}one_call{more} {with_marks(calls.close, added_tokens)}"
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     if calls.is_required:
         start = f"one ({separator} one)*" if calls.is_parallel and not calls.close else "one"
     elif calls.text_begin:
-        rules.append(FREE_TEXT)
         start = f"one | {with_marks(calls.text_begin, added_tokens)} TEXT"
     elif calls.is_leading:
         first = f"\\x{{{ord(calls.trigger[0]):x}}}"
         rules.append(rf"OTHER: /\s*([^\s{first}](.|\n)*)?/")
         start = f"one ({separator} one)* | OTHER" if calls.is_parallel and not calls.close else "one | OTHER"
     else:
-        rules += [FREE_TEXT, *text_up_to(calls.trigger, added_tokens)]
+        rules += text_up_to(calls.trigger, added_tokens)
         start = "(led call)* TEXT" if calls.is_parallel else "led call | TEXT"
     return "%llguidance {}\n" + "\n".join([f"start: {start}", *rules]) + "\n"
 
 
 def _fields_lark(
-    rule: str, begin: str, schema: dict[str, Any], fields: ToolFields, end: str, json_options: Mapping[str, Any]
+    rule: str,
+    begin: str,
+    schema: dict[str, Any],
+    fields: ToolFields,
+    end: str,
+    json_options: Mapping[str, Any],
+    added_tokens: Mapping[str, int],
 ) -> list[str]:
     """Return the rules of a call whose arguments are tagged texts: those of the schema's properties, in their order. A
     tool without properties has arguments of any name, unless its schema permits no others."""
@@ -73,29 +83,32 @@ def _fields_lark(
     options = {"x-guidance": dict(json_options)}
     is_closed = schema.get("additionalProperties") is False
     if separator:
-        text_rule = f"{text}: %json {json.dumps(options)}"
+        rules = [f"{text}: %json {json.dumps(options)}"]
     else:
-        text_rule = f"{text}[lazy]: /(.|\\n)*/ {quoted(fields.end)}"
-    rules, parts = [text_rule], []
+        rules = text_up_to(fields.end, added_tokens, text)
+    behind, parts = with_marks(fields.end, added_tokens), []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required") or ()
     for i, (key, given) in enumerate((schema.get("properties") or {}).items()):
-        head, value = quoted(fields.begin + key + fields.middle), f"{rule}_{i}"
+        head, value = with_marks(fields.begin + key + fields.middle, added_tokens), f"{rule}_{i}"
         words = given.get("enum") if isinstance(given, dict) and not separator else None
         if words and all(isinstance(word, str) for word in words):
-            rules.append(f"{value}: {head} ({' | '.join(quoted(word + fields.end) for word in words)})")
+            rules.append(f"{value}: {head} ({' | '.join(quoted(word) for word in words)}) {behind}")
         elif is_raw_text(given, schema) and not separator:
             rules.append(f"{value}: {head} {text}")
         else:
+            if fields.json_middle:
+                head = with_marks(fields.begin + key + fields.json_middle, added_tokens)
             told = json.dumps({**(given if isinstance(given, dict) else {}), **shared, **options})
-            rules.append(f"{value}: {head} %json {told} {quoted(fields.end)}")
+            rules.append(f"{value}: {head} %json {told} {behind}")
         parts.append(value if key in required else f"{value}?")
     if separator and parts:
         rules += _separated(rule, parts, quoted(separator))
         parts = [f"{rule}_first_0"]
     elif not parts and not is_closed:
         rules.append(f"{name}: /[A-Za-z0-9_.-]+/")
-        rules.append(f"{rule}_any: {quoted(fields.begin)} {name} {quoted(fields.middle)} {text}")
+        ahead, middle = with_marks(fields.begin, added_tokens), with_marks(fields.middle, added_tokens)
+        rules.append(f"{rule}_any: {ahead} {name} {middle} {text}")
         several = f"({rule}_any ({quoted(separator)} {rule}_any)*)?" if separator else f"{rule}_any*"
         parts.append(several)
     return [*rules, f"{rule}: {' '.join([begin, *parts, end])}"]

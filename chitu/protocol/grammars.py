@@ -56,6 +56,8 @@ class ToolFields(Wire, frozen=True):
     end: str
     separator: str = ""
     """Text between the arguments."""
+    json_middle: str = ""
+    """If not empty, this instead of `middle` ahead of a value that is JSON."""
 
 
 class ToolCall(Wire, frozen=True):
@@ -93,4 +95,6 @@ class ToolCalls(Wire, frozen=True):
     """If not empty, one trigger begins a section of calls, with `separator` between them, and this ends it: the
     trigger is only at the beginning of the first call."""
     text_begin: str = ""
-    """If not empty, an answer is one call, or free text with this ahead of it. Only if not `is_leading`."""
+    """If not empty, an answer is calls (or one), or free text with this ahead of it. Only if not `is_leading`."""
+    open: str = ""
+    """Of a section: text between the trigger and its first call. Each `ToolCall.begin` has it, too."""

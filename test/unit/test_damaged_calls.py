@@ -12,6 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chitu.http.messages.array_calls import (
+    ApertusParser,
+    CommandParser,
+    GraniteParser,
+    NemotronParser,
+    PhiParser,
+    ToolCallsParser,
+)
 from chitu.http.messages.call_formats import (
     HermesParser,
     Llama4Parser,
@@ -21,6 +29,9 @@ from chitu.http.messages.call_formats import (
 )
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import CallParser
+from chitu.http.messages.code_calls import LfmParser
+from chitu.http.messages.dsml_calls import DSML, DSMLParser
+from chitu.http.messages.gemma_calls import GemmaParser
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import HARMONY, MARKS, MessagePlan
 from chitu.http.messages.pythonic_calls import PythonicParser
@@ -48,6 +59,26 @@ class Form(NamedTuple):
     """Two calls. Every second part is a mark."""
     gone: tuple[str, ...]
     """What no content may have."""
+
+
+QUOTE = '<|"|>'
+OBJECTS = f'[{{"name": "get_w", "arguments": {JSON_W}}}, {{"name": "look", "arguments": {JSON_L}}}]'
+ACTIONS = (
+    f'[\n    {{"tool_call_id": "0", "tool_name": "get_w", "parameters": {JSON_W}}},\n'
+    f'    {{"tool_call_id": "1", "tool_name": "look", "parameters": {JSON_L}}}\n]'
+)
+PYTHON = "[get_w(city='Rome', n=3, tags=['a']), look(at='it')]"
+
+
+def array(calls: type[CallParser], begin: str, end: str, body: str = OBJECTS) -> Form:
+    return Form(calls, ["", begin, body, end], tuple(mark for mark in (begin, end) if mark))
+
+
+def dsml(name: str, fields: list[tuple[str, str, str]]) -> list[str]:
+    made = [f'<{DSML}invoke name="', name, '">', "\n"]
+    for key, is_text, value in fields:
+        made += [f'<{DSML}parameter name="', key, f'" string="{is_text}">', value, f"</{DSML}parameter>", "\n"]
+    return [*made, f"</{DSML}invoke>", "\n"]
 
 
 def tagged(begin: str, head: str, opening: str, closing: str, close: str, end: str, line: str = "\n") -> list[str]:
@@ -153,6 +184,33 @@ FORMS = [
         PythonicParser,
         ["", "<|python_start|>", '[get_w(city="Rome", n=3, tags=["a"]), look(at="it")]', "<|python_end|>"],
         ("<|python_start|>", "<|python_end|>"),
+    ),
+    array(GraniteParser, "<|tool_call|>", ""),
+    array(PhiParser, "<|tool_call|>", "<|/tool_call|>"),
+    array(NemotronParser, "<TOOLCALL>", "</TOOLCALL>"),
+    array(ToolCallsParser, "<tool_calls>", "</tool_calls>"),
+    array(ApertusParser, "<|tools_prefix|>", "<|tools_suffix|>", f'[{{"get_w": {JSON_W}}}, {{"look": {JSON_L}}}]'),
+    array(CommandParser, "<|START_ACTION|>", "<|END_ACTION|>", ACTIONS),
+    array(
+        LfmParser, "<|tool_call_start|>", "<|tool_call_end|>", "[get_w(city='Rome', n=3, tags=['a']), look(at='it')]"
+    ),
+    Form(
+        GemmaParser,
+        [
+            *("", "<|tool_call>", "call:get_w{city:", QUOTE, "Rome", QUOTE, ",n:3,tags:[", QUOTE, "a", QUOTE, "]}"),
+            *("<tool_call|>", "", "<|tool_call>", "call:look{at:", QUOTE, "it", QUOTE, "}", "<tool_call|>"),
+        ],
+        ("<|tool_call>", "<tool_call|>", QUOTE),
+    ),
+    Form(
+        DSMLParser,
+        [
+            *("", f"<{DSML}function_calls>", "\n"),
+            *dsml("get_w", [("city", "true", "Rome"), ("n", "false", "3"), ("tags", "false", '["a"]')]),
+            *dsml("look", [("at", "true", "it")]),
+            f"</{DSML}function_calls>",
+        ],
+        (DSML,),
     ),
     Form(
         HarmonyParser,

@@ -22,8 +22,12 @@ from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Match
 from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_PER_TOKEN, MAX_GBNF_CHARS
 from chitu.grammars.schema import ENFORCED_FORMATS, enforceable
 from chitu.grammars.store import MAX_KEPT, MAX_WAITING
+from chitu.http.messages.array_calls import ApertusParser, CommandParser, GraniteParser, PhiParser
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.call_parser import CallParser
+from chitu.http.messages.code_calls import LfmParser
+from chitu.http.messages.dsml_calls import DSMLParser
+from chitu.http.messages.gemma_calls import GemmaParser
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import HARMONY
 from chitu.http.messages.section_calls import DeepSeekParser, FencedDeepSeekParser, KimiParser
@@ -298,7 +302,10 @@ def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool)
         compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
 
 
-FORMATS: list[type[CallParser]] = [KimiParser, DeepSeekParser, FencedDeepSeekParser, HarmonyParser]
+FORMATS: list[type[CallParser]] = [
+    *(KimiParser, DeepSeekParser, FencedDeepSeekParser, HarmonyParser),
+    *(GraniteParser, PhiParser, ApertusParser, CommandParser, LfmParser, GemmaParser, DSMLParser),
+]
 ADDED = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]"),
     *dict.fromkeys(mark for calls in FORMATS for mark in calls.needed),
@@ -420,10 +427,15 @@ def test_free_text_takes_a_trigger_that_is_an_added_token(is_spelled: bool) -> N
 def test_calls_with_many_marks_are_enforced_as_the_tokens_of_these(calls: type[CallParser], is_required: bool) -> None:
     grammar = grammar_of_calls(calls, [{"function": {"name": "f", "parameters": SCHEMA}}], ["p"], True, is_required)
     begin, end = calls.written("f")
-    begin += f"0{calls.index_end}" if calls.index_end else ""
-    end += calls.end_mark if calls.has_section else ""
-    assert is_answer(grammar, f'{begin}{{"x": 3}}{end}', False)
-    assert not is_answer(grammar, f'{begin}{{"x": "3"}}{end}', False)
+    begin += f"0{calls.behind_index('f')}" if calls.behind_index("f") else ""
+    end += (calls.section_end or calls.end_mark) if calls.has_section else ""
+    form = calls.fields
+    right, wrong = (
+        f'{{"x": {value}}}' if form is None else f"{form.begin}x{form.json_middle or form.middle}{value}{form.end}"
+        for value in ("3", '"3"')
+    )
+    assert is_answer(grammar, f"{begin}{right}{end}", False)
+    assert not is_answer(grammar, f"{begin}{wrong}{end}", False)
     assert is_answer(grammar, f"{calls.text_begin}Free.", False) is not is_required
     if calls is HarmonyParser:
         thought = f"{HARMONY.open}I do.<|channel|>{HARMONY.close}{HARMONY.behind}"
@@ -711,3 +723,22 @@ def test_what_cannot_be_enforced_is_named_with_its_place(schema: Any, place: str
     with pytest.raises(InvalidRequest, match=says) as raised:
         COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
     assert raised.value.param == f"1.properties.x{place[1:]}" and " at 3" not in raised.value.message
+
+
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_marks_of_arguments_are_the_tokens_that_models_write_or_spelled(is_spelled: bool) -> None:
+    schema = {"properties": {"t": {"type": "string"}, "e": {"enum": ["a", "ab"]}, "x": {"type": "integer"}}}
+    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": {"name": "g"}}]
+    grammar = grammar_of_calls(DSMLParser, tools, ["p", "p"], True, False)
+    form, (begin, end), close = DSMLParser.fields, DSMLParser.written("f"), DSMLParser.section_end
+
+    def argument(name: str, value: str, middle: str = form.middle) -> str:
+        return f"{form.begin}{name}{middle}{value}{form.end}"
+
+    right = argument("t", "a < b\n</ >") + argument("e", "ab") + argument("x", "3", form.json_middle)
+    for text in (f"Well. <{begin}{right}{end}{close}", begin + argument("e", "a") + end + close, begin + end + close):
+        assert is_answer(grammar, text, is_spelled), text
+    for wrong in (argument("e", "b"), argument("x", "a", form.json_middle), argument("t", "a").removesuffix(form.end)):
+        assert not is_answer(grammar, begin + wrong + end + close, is_spelled), wrong
+    anything = DSMLParser.written("g")[0] + argument("any", "v") + end + close
+    assert is_answer(grammar, anything, is_spelled)

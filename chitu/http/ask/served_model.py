@@ -178,11 +178,19 @@ class ServedModel:
             self.message_format if body.separate_reasoning is not False else (self.message_format.calls, None)
         )
         if not tools:
-            calls = calls if calls is HarmonyParser and marks is not None else None
-        elif calls is None or "tools" not in self.tokenizer.template_variables:
+            reads_all = calls is not None and calls.marks_text and (calls is not HarmonyParser or marks is not None)
+            calls = calls if reads_all else None
+        elif "tools" not in self.tokenizer.template_variables and not self.turns.tools_in_system:
             raise InvalidRequest(
-                "tools: the model's chat template has none, or calls them in an unknown format (known: Hermes and "
-                "Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, gpt-oss, Llama 3 and 4, Mistral)",
+                "tools: the model's chat template shows the model no tools; a chat_template.jinja in its folder that "
+                "does replaces it",
+                "tools",
+            )
+        elif calls is None:
+            raise InvalidRequest(
+                "tools: the model's chat template calls them in an unknown format (known: Hermes, Qwen, Qwen3-Coder, "
+                "GLM-4.5, MiniMax-M1 and M2, Kimi-K2, DeepSeek, gpt-oss, Llama 3 and 4, Mistral, Gemma 3 and 4, "
+                "Granite, Phi-4-mini, Command, Apertus, LFM2, Seed-OSS, Nemotron, Apriel)",
                 "tools",
             )
         if calls is None and marks is None:

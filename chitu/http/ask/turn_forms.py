@@ -292,6 +292,14 @@ def content_as_parts(role: str) -> Reform:
 # --------------------------------------------------------------------------------------------------------------- tools
 
 
+def tools_in_system(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> list[Turn]:
+    """Return the turns with the tools' functions, in JSON, in that of the system, which is the first."""
+    has_system = bool(turns) and turns[0]["role"] == "system"
+    system = turns[0] if has_system else {"role": "system", "content": ""}
+    told = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [{**system, "tools": told}, *(turns[1:] if has_system else turns)]
+
+
 def tools_filled(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools with an empty text for each description that is missing, and a schema for each parameter."""
     found = []

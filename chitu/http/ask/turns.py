@@ -29,6 +29,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 """Renders messages, tools, whether the model's turn begins, and variables. InvalidRequest if the template refuses."""
 MAX_KEPT = 256
 """Verdicts on shapes of chats that are kept."""
+SYSTEM_TOOLS = "message['tools']"
 END = "zqend0x"
 """Word that marks the end of a turn that the model continues."""
 
@@ -43,6 +44,8 @@ class ChatTurns:
         self._render = render
         self._is_kimi = KIMI_BEGIN in source
         self._has_tools = "tools" in variables
+        self.tools_in_system = not self._has_tools and SYSTEM_TOOLS in source
+        """The template reads the tools from a turn of the system (Phi-4-mini's)."""
         self._calls = calls
         self._chosen = functools.cache(self._choose)
         self._missing = functools.lru_cache(MAX_KEPT)(self._find_missing)
@@ -69,6 +72,8 @@ class ChatTurns:
                 raise InvalidRequest(f"{where}: only a text of the assistant can be continued", where)
             turns[-1] = {**turns[-1], "content": turns[-1]["content"] + END, "prefix": True}
         turns = self.reformed(turns, bool(tools), variables)
+        if tools and self.tools_in_system:
+            turns = forms.tools_in_system(turns, tools)
         text = self._rendered(turns, tools, add_generation_prompt and not continues, variables)
         if continues:
             text, end, _ = text.rpartition(END)

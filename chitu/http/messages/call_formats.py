@@ -1,13 +1,17 @@
 """The formats of tool calls that models write, and the grammars that enforce them. Pure.
 
 * Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or several. Hermes
-  2 Pro writes the arguments first.
+  2 Pro writes the arguments first. Other spellings of such a call are read, too (`loose_calls.py`).
 * Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`, optionally
   after `<|python_tag|>`. Any other object is content, as soon as its keys tell. Llama 4 writes these objects, too,
   without a separator, behind `<|python_start|>`, content and `<|python_end|>`.
 * Qwen3-Coder, GLM-4.5 and MiniMax-M2: tagged texts (`tagged_calls.py`).
 * Llama 3.2 and 4 with a template that calls in Python: `[f(a=1), g()]` (`pythonic_calls.py`).
 * Kimi-K2 and DeepSeek: a section of calls between marks (`section_calls.py`).
+* Granite 3, Phi-4-mini, Command, Apertus and others: an array of objects between marks (`array_calls.py`).
+* LFM2 and Gemma 3 with `tool_code`: calls in Python between marks (`code_calls.py`).
+* Gemma 4: `call:f{a:1}` between marks (`gemma_calls.py`).
+* DeepSeek-V3.2 and V4: DSML (`dsml_calls.py`). Seed-OSS: tagged texts (`seed_calls.py`).
 * gpt-oss: a message on the channel `commentary` (`harmony.py`).
 * Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
   with `[CALL_ID]...` and `[ARGS]` after the name in some versions. All forms are read; an enforced call has the form
@@ -29,6 +33,7 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_objects import Call, Piece, json_text
 from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, CallParser
+from chitu.http.messages.loose_calls import LOOSE_MARKS, LooseParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls, ToolFields
 
 MARK = "[TOOL_CALLS]"
@@ -44,8 +49,8 @@ _NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
-class HermesParser(CallParser):
-    marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>")
+class HermesParser(LooseParser):
+    marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>", *LOOSE_MARKS)
     needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     trigger: ClassVar[str] = "<tool_call>"
     hidden: ClassVar[tuple[str, ...]] = ("</tool_call>",)
@@ -66,6 +71,14 @@ class LlamaParser(CallParser):
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {json_text(name)}, "parameters": ', "}"
+
+
+class ArgumentsParser(LlamaParser):
+    """The same with `arguments`, as templates for Gemma 3 have it."""
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {json_text(name)}, "arguments": ', "}"
 
 
 class Llama4Parser(LlamaParser):
@@ -137,12 +150,14 @@ def text_of_calls(parser: type[CallParser], functions: Sequence[Mapping[str, Any
     written = []
     for i, function in enumerate(functions):
         begin, end = parser.written(function["name"])
-        begin += f"{i}{parser.index_end}" if parser.index_end else ""
+        index_end = parser.behind_index(function["name"])
+        begin += f"{i}{index_end}" if index_end else ""
         written.append(begin + _text_of_arguments(function["arguments"], parser.fields) + end)
     if not parser.has_section:
         return (parser.separator or "").join(written)
-    calls = (parser.separator or "").join([each.removeprefix(parser.trigger) for each in written])
-    return f"{parser.trigger}{calls}{parser.end_mark}"
+    begin = parser.trigger + parser.section_begin
+    calls = (parser.separator or "").join([each.removeprefix(begin) for each in written])
+    return f"{begin}{calls}{parser.section_end or parser.end_mark}"
 
 
 def _text_of_arguments(given: Any, fields: ToolFields | None) -> str:
@@ -152,10 +167,11 @@ def _text_of_arguments(given: Any, fields: ToolFields | None) -> str:
         return msgspec.json.encode(given).decode()
 
     def text_of(value: Any) -> str:
-        return value if isinstance(value, str) and not fields.separator else msgspec.json.encode(value).decode()
+        if isinstance(value, str) and not fields.separator:
+            return fields.middle + value
+        return (fields.json_middle or fields.middle) + msgspec.json.encode(value).decode()
 
-    told = [f"{fields.begin}{key}{fields.middle}{text_of(value)}{fields.end}" for key, value in given.items()]
-    return fields.separator.join(told)
+    return fields.separator.join([f"{fields.begin}{key}{text_of(value)}{fields.end}" for key, value in given.items()])
 
 
 def grammar_of_calls(
@@ -178,13 +194,14 @@ def grammar_of_calls(
             param = f"{param}.type"
             raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
         begin, end = parser.written(function["name"])
-        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields, parser.index_end))
+        index_end = parser.behind_index(function["name"])
+        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields, index_end))
     several = is_parallel and (parser.separator is not None or not (is_required or parser.text_begin))
     is_leading = parser.is_leading and not is_required
-    close = parser.end_mark if parser.has_section else ""
+    close = (parser.section_end or parser.end_mark) if parser.has_section else ""
     record = ToolCalls(
         *(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading, close),
-        parser.text_begin,
+        *(parser.text_begin, parser.section_begin if parser.has_section else ""),
     )
     text = msgspec.json.encode(record).decode()
     if len(text) > MAX_GRAMMAR_CHARS:

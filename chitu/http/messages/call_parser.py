@@ -67,6 +67,12 @@ class CallParser(abc.ABC):
     """What an answer that is text begins with, and no call does; empty: text and calls may be mixed."""
     has_section: ClassVar[bool] = False
     """One `trigger` begins all calls, and `end_mark` ends them. False: each call has its own."""
+    section_begin: ClassVar[str] = ""
+    """Text between the trigger and the first call of a section."""
+    section_end: ClassVar[str] = ""
+    """What ends a section that is enforced; empty: `end_mark`."""
+    marks_text: ClassVar[bool] = False
+    """Text has marks, too, which are no content, so the parser also reads answers without tools."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
         """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call. `is_enforced`: a
@@ -135,6 +141,11 @@ class CallParser(abc.ABC):
     @abc.abstractmethod
     def written(cls, name: str) -> tuple[str, str]:
         """Return what the model writes before the arguments of a call, and what it writes after them."""
+
+    @classmethod
+    def behind_index(cls, name: str) -> str:
+        """Return what follows the number that is behind the beginning of a call; empty: there is no number."""
+        return cls.index_end
 
     def _make_id(self) -> str:
         return f"call_{os.urandom(12).hex()}"

@@ -49,6 +49,7 @@ class HarmonyParser(CallParser):
     needed: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
     trigger: ClassVar[str] = CHANNEL
     text_begin: ClassVar[str] = FINAL
+    marks_text: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -9,9 +9,23 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
+from chitu.http.messages.array_calls import (
+    ActionParser,
+    ApertusParser,
+    CommandParser,
+    CommandTextParser,
+    FunctionCallParser,
+    FunctoolsParser,
+    GraniteParser,
+    LinesParser,
+    NemotronParser,
+    PhiParser,
+    ToolCallsParser,
+)
 from chitu.http.messages.call_formats import (
     ARGS,
     MARK,
+    ArgumentsParser,
     HermesParser,
     Llama4Parser,
     LlamaParser,
@@ -20,6 +34,9 @@ from chitu.http.messages.call_formats import (
 )
 from chitu.http.messages.call_objects import MessageDelta, Piece, joined
 from chitu.http.messages.call_parser import CallParser
+from chitu.http.messages.code_calls import LfmParser, ToolCodeParser
+from chitu.http.messages.dsml_calls import DSML, DSMLParser, DSMLToolsParser
+from chitu.http.messages.gemma_calls import FunctionGemmaParser, GemmaParser
 from chitu.http.messages.harmony import ANALYSIS, CHANNEL, END, FINAL, NEXT, HarmonyParser
 from chitu.http.messages.open_calls import OpenCalls
 from chitu.http.messages.pythonic_calls import PythonicParser
@@ -30,6 +47,7 @@ from chitu.http.messages.section_calls import (
     FencedDeepSeekParser,
     KimiParser,
 )
+from chitu.http.messages.seed_calls import SeedParser
 from chitu.http.messages.tagged_calls import CompactGLMParser, GLMParser, MiniMaxParser, QwenCoderParser
 from chitu.protocol import Reasoning
 from chitu.tokenizer.stop import end_before_mark
@@ -38,6 +56,24 @@ MAX_SPACE_CHARS = 64
 """The mark that opens the reasoning has fewer characters of space before it."""
 CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     ((CHANNEL, "functions."), HarmonyParser),
+    ((DSML, "function_calls"), DSMLParser),
+    ((DSML, "tool_calls"), DSMLToolsParser),
+    (("<seed:tool_call>", "<function="), SeedParser),
+    (("<|tool_call>", "call:"), GemmaParser),
+    (("<start_function_call>", "call:"), FunctionGemmaParser),
+    (("<|START_ACTION|>", "<|START_TEXT|>"), CommandTextParser),
+    (("<|START_ACTION|>",), CommandParser),
+    (("<|tools_prefix|>",), ApertusParser),
+    (("<|tool_call_start|>",), LfmParser),
+    (("<|tool_list_start|>",), LfmParser),
+    (("List of tools: [", "<|im_start|>"), LfmParser),
+    (("<|tool_call|>", "<|/tool_call|>"), PhiParser),
+    (("<|tool|>", "message['tools']"), PhiParser),
+    (("functools[",), FunctoolsParser),
+    (("<|start_of_role|>", "<|tool_call|>"), GraniteParser),
+    (("<TOOLCALL>",), NemotronParser),
+    (("<start_of_turn>", "```tool_code"), ToolCodeParser),
+    (("<start_of_turn>", "name + '('"), PythonicParser),
     (("<tool_call>", "<function="), QwenCoderParser),
     (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
     (("<tool_call>", "</arg_key><arg_value>"), CompactGLMParser),
@@ -52,6 +88,12 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     (("<|header_start|>", "name + '('"), PythonicParser),
     (("<|start_header_id|>", '"parameters"'), LlamaParser),
     (("<|header_start|>", '"parameters"'), Llama4Parser),
+    (("<start_of_turn>", '"parameters"'), LlamaParser),
+    (("<start_of_turn>", '"arguments"'), ArgumentsParser),
+    (("<tool_calls>[",), ToolCallsParser),
+    (("<tool_calls>", "</tool_calls>"), LinesParser),
+    (("<function_call>", "'arguments'"), FunctionCallParser),
+    (("Action:", '"tool_name"'), ActionParser),
 )
 """Texts in a chat template, and the parser of its calls. The first entry whose texts are all there applies."""
 
@@ -65,7 +107,14 @@ class ReasoningMarks(NamedTuple):
     """What then precedes an answer that is no call."""
 
 
-MARKS = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
+MARKS = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|channel>thought", "<channel|>"),
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+)
 HARMONY = ReasoningMarks(ANALYSIS, END, NEXT, FINAL)
 """Of a grammar only: `HarmonyParser` reads it."""
 
