@@ -93,6 +93,15 @@ def test_an_agents_request_is_a_chat_in_which_nothing_is_lost() -> None:
     assert warnings == ["tools[16]: this server cannot run web_search_20250305, so the prompt leaves it out"]
 
 
+def test_an_error_of_a_turn_names_the_message_that_it_begins_with() -> None:
+    called = {"role": "assistant", "content": [{"type": "text", "text": "b"}, call("toolu_1")]}
+    read = {"role": "user", "content": [result("c"), {"type": "text", "text": "d"}]}
+    names = translated(system="s", messages=[USER, USER, called, read]).names
+    places = ["system", "messages[0]", "messages[2]", "messages[3]", "messages[3]"]
+    assert [names.of(f"messages[{i}].content") for i in range(5)] == places
+    assert names.of("messages") == "messages"
+
+
 def test_a_last_turn_of_the_assistant_is_continued() -> None:
     begun = translated(messages=[USER, {"role": "assistant", "content": "The answer is ("}]).chat
     assert begun.continue_final_message and begun.messages is not None

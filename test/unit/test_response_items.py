@@ -263,3 +263,15 @@ def test_a_reference_to_what_is_stored_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="nothing is stored") as raised:
         shown(ASK, {"type": "item_reference", "id": "msg_1"})
     assert raised.value.param == "input[1].type"
+
+
+def test_an_error_of_a_message_names_the_item_that_it_begins_with() -> None:
+    items = [ASK, reasoning("r"), SAY, ASK]
+    body = BODIES.decoder(ResponsesBody).decode(json.dumps({"instructions": "i", "input": items}).encode())
+    names = chat_of_responses(body, (), []).names
+    assert [names.of(f"messages[{i}].content") for i in range(4)] == [
+        "instructions",
+        "input[0]",
+        "input[1]",
+        "input[3]",
+    ]

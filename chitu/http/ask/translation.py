@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from chitu.errors import ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
 
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
 
@@ -30,6 +31,8 @@ class FieldNames(NamedTuple):
     """Fields of a tool -> their own names."""
     custom_places: Collection[str] = ()
     """Places of those tools that have a format in the place of parameters."""
+    message_places: Sequence[str] = ()
+    """Place, in the other body, of what each message of the chat begins with."""
     too_long: str = ""
     """How the error of too long a prompt begins, if clients look for that."""
 
@@ -42,6 +45,8 @@ class FieldNames(NamedTuple):
             for name, own in self.tool_fields:
                 field = re.sub(rf"\A\.{name}\b", f".{own}", field)
             return f"{place}{field}"
+        if (found := _MESSAGE.match(param)) and int(found[1]) < len(self.message_places):
+            return self.message_places[int(found[1])]
         for pattern, name in self.patterns:
             if pattern.match(param):
                 return pattern.sub(name, param)

@@ -70,7 +70,7 @@ def chat_of_messages(
     InvalidRequest if the last turn asks about what is no text; `warnings` gets a sentence about what has no effect, and
     about what the prompt leaves out."""
     left = LeftOut()
-    messages = _turns(body, left)
+    messages, message_places = _turns(body, left)
     tools, places = _functions(body.tools or [], left)
     left.warn(warnings)
     kwargs = {**_thinking(body, variables, reasons, warnings), **(body.chat_template_kwargs or {})}
@@ -98,7 +98,7 @@ def chat_of_messages(
         chat.cache_salt = body.cache_salt
         chat.return_proof, chat.return_receipt = body.return_proof or body.return_token_ids, body.return_receipt
         chat.return_token_ids = body.return_token_ids
-    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
+    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, (), message_places, TOO_LONG))
 
 
 def _functions(given: list[MessagesTool], left: LeftOut) -> tuple[list[Tool], list[str]]:
@@ -148,19 +148,22 @@ def _thinking(body: CountTokensBody, known: Collection[str], reasons: bool, warn
 # ------------------------------------------------------------------------------------------------------------ the turns
 
 
-def _turns(body: CountTokensBody, left: LeftOut) -> list[ChatMessage]:
+def _turns(body: CountTokensBody, left: LeftOut) -> tuple[list[ChatMessage], list[str]]:
+    """Return the messages of the chat, and where each begins in this body."""
     if not body.messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     turns: list[ChatMessage] = []
     if body.system and (system := _text(body.system, "system", left)):
         turns.append(ChatMessage("system", system))
+    places = ["system"] * len(turns)
     question = question_start([_role(message) for message in body.messages])
     for i, message in enumerate(body.messages):
         _add(turns, message, f"messages[{i}]", left, i >= question and message.role == "user")
+        places += [f"messages[{i}]"] * (len(turns) - len(places))
     for turn in turns:
         if turn.content is None and not turn.tool_calls:
             turn.content = ""
-    return without_orphans(turns)
+    return without_orphans(turns), places
 
 
 def _role(message: AnthropicMessage) -> str:

@@ -48,10 +48,11 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
     left = LeftOut()
     offered = OfferedTools(body, left)
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
+    message_places: list[str] = []
     if isinstance(body.input, str):
         messages.append(ChatMessage("user", body.input))
     else:
-        messages = messages_of(body.input, messages, offered, warnings)
+        messages, message_places = messages_of(body.input, messages, offered, warnings)
     tools, custom_places, enforced = offered.functions(warnings)
     choice = offered.choice(body.tool_choice, left)
     left.warn(warnings)
@@ -75,7 +76,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_token_ids=body.return_token_ids,
     )
     places = [tool.place for tool in offered.by_name.values()]
-    return Translation(chat, FieldNames(_NAMES, places, (), custom_places), enforced)
+    return Translation(chat, FieldNames(_NAMES, places, (), custom_places, message_places), enforced)
 
 
 def _check(body: ResponsesBody) -> None:

@@ -66,20 +66,22 @@ def decoded_reasoning(text: str) -> str:
 
 def messages_of(
     items: list[InputItem], messages: list[ChatMessage], tools: OfferedTools, warnings: list[str]
-) -> list[ChatMessage]:
-    """Return the messages with those of the items. Those of the system in a row are one, since many chat templates take
-    only one. Raise InvalidRequest for items whose meaning would be lost; `warnings` gets a sentence about what the
-    prompt leaves out."""
+) -> tuple[list[ChatMessage], list[str]]:
+    """Return the messages with those of the items, and the place that each begins with. Those of the system in a row
+    are one, since many chat templates take only one. Raise InvalidRequest for items whose meaning would be lost;
+    `warnings` gets a sentence about what the prompt leaves out."""
     reader = _ItemReader(messages, tools, question_start([_role(item) for item in items]))
+    places = ["instructions"] * len(messages)
     for i, item in enumerate(items):
         reader.add(i, item)
+        places += [f"input[{i}]"] * (len(reader.messages) - len(places))
     # Templates have no message of reasoning alone.
-    kept = [message for message in reader.messages if _has_answer(message)]
+    kept = [(told, place) for told, place in zip(reader.messages, places, strict=True) if _has_answer(told)]
     for message, where in reader.reasoning:
         if not _has_answer(message):
             reader.left.add(where, "reasoning", NOT_SHOWN)
     reader.left.warn(warnings)
-    return without_orphans(kept)
+    return without_orphans([message for message, _ in kept]), [place for _, place in kept]
 
 
 def _has_answer(message: ChatMessage) -> bool:
