@@ -1,4 +1,4 @@
-"""`--model`: a checkpoint folder, or the id of a repository on the Hugging Face hub.
+"""`--model`: a checkpoint folder, a GGUF file, or the id of a repository on the Hugging Face hub.
 
 Called by the command line before a topology is read; no other module uses the hub. A folder of that name takes
 precedence, then the local cache of huggingface_hub (which transformers, vLLM and `hf download` fill, too), then, if the
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chitu.errors import ConfigError
+from chitu.launch.gguf_folder import folder_of, gguf_in, is_gguf, served_name
 from chitu.models.config import weight_files
 from chitu.tokenizer.core import TOKENIZER_FILES, require_tokenizer
 
@@ -34,8 +35,8 @@ REACH_S = 4.0
 class ModelSource:
     path: str
     """Absolute path of the folder."""
-    repository: str | None = None
-    """Id of the repository, if one was given."""
+    name: str | None = None
+    """Name to serve it by, unless another is given: id of a repository, stem of a file; None: the folder's name."""
 
 
 def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> ModelSource:
@@ -43,6 +44,9 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
     if not word:
         raise ConfigError("--model is empty: give the folder of a checkpoint, or leave it out")
     folder = Path(os.path.expanduser(word)).absolute()  # Path's raises for `~nobody`
+    file = folder if is_gguf(folder) else gguf_in(folder)
+    if file is not None:
+        return ModelSource(str(folder_of(file, Path.home() / ".cache" / "chitu" / "gguf", say)), served_name(file))
     if folder.exists() or not REPOSITORY_ID.fullmatch(word):
         return ModelSource(str(folder))
     path, why_not = _in_cache(word)
