@@ -9,6 +9,7 @@ transformers leaves out what a file says (factors of the rope).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ END_TEXTS = (
 """Special tokens at which llama.cpp ends a text, whatever the metadata say."""
 HARMONY_ENDS, HARMONY_MIDDLE = ("<|return|>", "<|call|>"), "<|end|>"
 """Beside the first two, `<|end|>` ends a message and not the text."""
+_OF_LAYER, _OF_EXPERTS = re.compile(r"blk\.(\d{1,6})\."), re.compile(r"_exps\.(weight|bias)$")
 CONTROL = 3
 """Type of a special token."""
 
@@ -85,14 +87,28 @@ def config_of(headers: Sequence[Header]) -> dict[str, Any]:
     UnsupportedModel for what is not known here."""
     data = _Metadata(headers)
     config = {**_common(data), **_FAMILIES[data.architecture](data)}
-    heads = config["num_attention_heads"]
-    if config["hidden_size"] % heads and not data.has("attention.key_length"):
-        raise ConfigError(f"{data.where}: {heads} heads do not divide {config['hidden_size']}")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if hidden % heads and not data.has("attention.key_length"):
+        raise ConfigError(f"{data.where}: attention.head_count is {heads}, which does not divide {hidden}")
     config.setdefault("head_dim", _head_dim(data, config))
     if "rope_parameters" not in config:
         config["rope_parameters"] = _rope(data, config["head_dim"])
     data.finish()
+    _require_whole(data, config)
     return config
+
+
+def _require_whole(data: _Metadata, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless there are tensors of each layer and expert that the config counts."""
+    layers = {int(found[1]) for name in data.tensors if (found := _OF_LAYER.match(name))}
+    if len(layers) != config["num_hidden_layers"] or max(layers) != len(layers) - 1:
+        raise ConfigError(
+            f"{data.where}: block_count is {config['num_hidden_layers']}, but there are tensors of {len(layers)} layers"
+        )
+    wanted = config.get("num_experts", config.get("num_local_experts"))
+    for name, (_, place) in data.tensors.items():
+        if wanted is not None and _OF_EXPERTS.search(name) and place.shape[0] != wanted:
+            raise ConfigError(f"{data.where}: expert_count is {wanted}, but {name!r} has {place.shape[0]} experts")
 
 
 def _common(data: _Metadata) -> dict[str, Any]:
@@ -112,6 +128,9 @@ def _common(data: _Metadata) -> dict[str, Any]:
         "rms_norm_eps": data.take("attention.layer_norm_rms_epsilon", "positive"),
         "tie_word_embeddings": HEAD not in data.tensors,
     }
+    columns = data.tensors[EMBEDDING][1].shape[1]
+    if columns != config["hidden_size"]:
+        raise ConfigError(f"{data.where}: embedding_length is {config['hidden_size']}, by {EMBEDDING} it is {columns}")
     config["num_key_value_heads"] = data.take("attention.head_count_kv", "count", config["num_attention_heads"])
     for key, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
         name = f"tokenizer.ggml.{key}_token_id"
@@ -125,7 +144,10 @@ def _head_dim(data: _Metadata, config: Mapping[str, Any]) -> int:
     for key in ("attention.value_length", "rope.dimension_count"):
         value = data.take(key, "count", whole)
         if value != whole:
-            raise UnsupportedModel(f"{data.where}: {key} is {value}, but a head has {whole} numbers: not supported")
+            raise UnsupportedModel(
+                f"{data.where}: {key} is {value}, but attention.key_length (by default embedding_length / head_count) "
+                f"is {whole}: not supported"
+            )
     return whole
 
 
@@ -247,6 +269,7 @@ def _gpt_oss(data: _Metadata) -> dict[str, Any]:
     data.only("expert_gating_func", 3)
     inner = data.take("expert_feed_forward_length", "count")
     head_dim = data.take("attention.key_length", "count")
+    data.only("feed_forward_length", inner)
     rope = _rope(data, head_dim)
     if rope["rope_type"] == "yarn":  # not in the metadata, and unlike the default
         rope["truncate"] = False
@@ -255,7 +278,7 @@ def _gpt_oss(data: _Metadata) -> dict[str, Any]:
         "model_type": "gpt_oss",
         "hidden_act": "silu",
         "attention_bias": _has_bias(data, "attn_q"),
-        "intermediate_size": data.take("feed_forward_length", "count", inner),
+        "intermediate_size": inner,
         "num_local_experts": data.take("expert_count", "count"),
         "num_experts_per_tok": data.take("expert_used_count", "count"),
         "sliding_window": data.take("attention.sliding_window", "count"),
