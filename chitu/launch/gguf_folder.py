@@ -39,13 +39,17 @@ def gguf_in(folder: Path) -> Path | None:
     ConfigError if it has several models."""
     if (folder / "config.json").is_file() or not folder.is_dir():
         return None
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    firsts = [file for file in files if (found := SPLIT.fullmatch(file.name)) is None or int(found["number"]) == 1]
-    models = [file for file in firsts or files if not file.name.startswith("mmproj")]
+    models = first_files(sorted(folder.glob(f"*{SUFFIX}")))
     if len(models) > 1:
         names = ", ".join(file.name for file in models)
         raise ConfigError(f"--model {folder} holds {len(models)} models: give the file of one of them ({names})")
     return models[0] if models else None
+
+
+def first_files(files: Sequence[Path]) -> list[Path]:
+    """Return the files of models alone: of a split one the first, and no parts for images."""
+    others = [file for file in files if "mmproj" not in file.name]
+    return [file for file in others if (found := SPLIT.fullmatch(file.name)) is None or int(found["number"]) == 1]
 
 
 def folder_of(file: Path, cache: Path, say: Callable[[str], None]) -> Path:

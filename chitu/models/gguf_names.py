@@ -36,6 +36,8 @@ _GEMMA = {
     **_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+_BARE = ("self_attn.sinks", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Names without `.weight` behind them; a bias has `_bias`."""
 
 
 class Order(NamedTuple):
@@ -127,8 +129,6 @@ NAMES: Mapping[str, Names] = {
     ),
 }
 """Architectures that are read."""
-_BARE = ("self_attn.sinks", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""Names without `.weight` behind them; a bias has `_bias`."""
 
 
 def architecture_of(header: Header) -> str:

@@ -36,6 +36,14 @@ TEKKEN = (
     rf"{_WORDS}*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+|{_WORDS}+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+IDLE = re.compile(
+    r"(fim_(pre|suf|mid|pad|rep|sep)|prefix|suffix|middle|eot|eom|cls|mask|seperator|separator)_token_id"
+    r"|token_type_count|add_sep_token|remove_extra_whitespaces"
+)
+"""Keys of tokens for other uses, and of what these vocabularies have none of."""
+TEMPLATE = "tokenizer.chat_template"
+_NAME = re.compile(r"\w[\w-]*")
 
 
 class Split(NamedTuple):
@@ -66,14 +74,6 @@ SPLITS: Mapping[str, Split] = {
     "tekken": Split(TEKKEN, takes_whole_words=True, adds_bos=True),
 }
 """`tokenizer.ggml.pre` of byte-level vocabularies -> how they split."""
-SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-IDLE = re.compile(
-    r"(fim_(pre|suf|mid|pad|rep|sep)|prefix|suffix|middle|eot|eom|cls|mask|seperator|separator)_token_id"
-    r"|token_type_count|add_sep_token|remove_extra_whitespaces"
-)
-"""Keys of tokens for other uses, and of what these vocabularies have none of."""
-TEMPLATE = "tokenizer.chat_template"
-_NAME = re.compile(r"\w[\w-]*")
 
 
 class _Keys:
