@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -59,7 +60,8 @@ def folder_of(file: Path, cache: Path, say: Callable[[str], None]) -> Path:
     headers = read_headers(files)
     target = cache / f"{_stem(file)}-{_digest(headers)}-{VERSION}"
     try:
-        if not target.is_dir():
+        if not all((target / name).is_file() for name in ("config.json", "tokenizer.json")):
+            shutil.rmtree(target, ignore_errors=True)  # somebody removed a part of it
             say(f"reading the config and the tokenizer of {file.name}")
             _make(target, files, headers)
         for link, each in zip(_links(len(files)), files, strict=True):
@@ -127,7 +129,7 @@ def _point(link: Path, file: Path) -> None:
     """Let a link lead to the file, wherever it led before."""
     if link.is_symlink() and Path(link.readlink()) == file.absolute():
         return
-    fresh = link.with_name(f".{link.name}.new")
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(file.absolute())
     fresh.replace(link)

@@ -132,7 +132,7 @@ def _common(data: _Metadata) -> dict[str, Any]:
     if columns != config["hidden_size"]:
         raise ConfigError(f"{data.where}: embedding_length is {config['hidden_size']}, by {EMBEDDING} it is {columns}")
     config["num_key_value_heads"] = data.take("attention.head_count_kv", "count", config["num_attention_heads"])
-    for key, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+    for key, ours in (("bos", "bos"), ("eos", "eos")):
         name = f"tokenizer.ggml.{key}_token_id"
         if name in data.all:
             config[f"{ours}_token_id"] = value_of(data.all, name, Key("natural"), data.where)
@@ -196,6 +196,8 @@ def _qwen3(data: _Metadata) -> dict[str, Any]:
 def _qwen3moe(data: _Metadata) -> dict[str, Any]:
     data.only("expert_gating_func", 1)
     data.only("expert_weights_scale", 1.0, 0.0)
+    for key in ("expert_shared_count", "expert_shared_feed_forward_length"):
+        data.only(key, 0)
     inner = data.take("expert_feed_forward_length", "count")
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -301,7 +303,7 @@ def _rope(data: _Metadata, head_dim: int) -> dict[str, Any]:
     """Return the `rope_parameters`."""
     theta = data.take("rope.freq_base", "positive", 10000.0)
     kind = data.take("rope.scaling.type", "text", "none")
-    factor = data.take("rope.scaling.factor", "positive", data.take("rope.scale_linear", "positive", 1.0))
+    factor = data.take("rope.scaling.factor", "number", data.take("rope.scale_linear", "number", 1.0)) or 1.0
     if kind == "none" and factor != 1 and not data.has("rope.scaling.type"):
         kind = "linear"  # what llama.cpp takes for older files
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):

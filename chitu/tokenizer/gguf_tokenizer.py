@@ -137,6 +137,8 @@ def _text(keys: _Keys, key: str, tokens: list[str]) -> str | None:
     if token is None:
         return None
     if not 0 <= token < len(tokens):
+        if key.startswith(("padding", "unknown")):  # nothing is computed by them, and some files say -1
+            return None
         raise ConfigError(f"{keys.where}: {PREFIX}{key} is {token}, and there are {len(tokens)} tokens")
     return tokens[token]
 
@@ -174,7 +176,8 @@ def _byte_level(
             f"{keys.where}: the way to split texts {pre!r} (tokenizer.ggml.pre) is not supported (known: "
             f"{', '.join(SPLITS)})"
         )
-    keys.take("add_space_prefix", bool)  # of SentencePiece
+    for key, kind in (("add_space_prefix", bool), ("scores", list)):  # of SentencePiece
+        keys.take(key, kind)
     split = SPLITS[pre]
     vocabulary = _vocabulary(keys, tokens, {index for index, kind in enumerate(types) if kind == UNUSED})
     merges = _merges(keys, vocabulary)
@@ -203,7 +206,7 @@ def _sentencepiece(
     if is_gemma:  # the file has the runs of spaces as they are in texts, and scores that are not the order of merges
         tokens = [SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
         scores = [-float(index) for index in range(len(tokens))]
-    has_prefix = keys.take("add_space_prefix", bool, True)
+    has_prefix = keys.take("add_space_prefix", bool, not is_gemma)
     vocabulary = _vocabulary(keys, tokens, set())
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), special["unk_token"])
     merges = _merges(keys, vocabulary) if keys.has("merges") else _merges_of(vocabulary, scores)

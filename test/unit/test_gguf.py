@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
+import random
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +48,7 @@ from chitu.models.gguf_blocks import dequantise_blocks
 from chitu.models.gguf_config import config_of, generation_of
 from chitu.models.weights import Rows, WeightSource
 from chitu.tokenizer.core import Tokenizer
+from chitu.tokenizer.gguf_tokenizer import tokenizer_files
 
 RECORDED = {
     "F32": "4bacc8b4ed138c3a05d916daf1b4c15a",
@@ -391,6 +395,39 @@ def test_quantised_tensors_are_read_in_the_order_of_the_checkpoint(dtype: str, t
         assert torch.equal(source.take(name, 64, 64, rows=range(9, 30), columns=range(5, 40)), found[9:30, 5:40])
 
 
+@pytest.mark.parametrize("dtype", ["MXFP4", "Q8_0", "F16"])
+def test_experts_of_gpt_oss_are_joined_as_published(dtype: str, tmp_path: Path) -> None:
+    """Rows of the gates alternate with those of the others, and the last two dimensions are exchanged."""
+    config = PUBLISHED["gpt-oss-20b"]
+    numbers, num_bytes = BLOCKS[dtype]
+    parts = {}
+    for number, part in enumerate(("gate", "up", "down")):
+        data = hashlib.shake_256(bytes([number])).digest(8 * 64 * (64 // numbers) * num_bytes)
+        data = np.frombuffer(data, np.uint8).reshape(-1, num_bytes).copy()
+        data[:, :2] = (120, 60)  # scales, or numbers, of a usual size
+        parts[part] = data
+    kind = {name: number for number, name in TYPES.items()}[dtype]
+    tensors = {
+        f"blk.0.ffn_{part}_exps.weight": Stored(kind, (8, 64, 64), data.tobytes()) for part, data in parts.items()
+    }
+    biases = {part: np.random.default_rng(number).normal(size=(8, 64)) for number, part in enumerate(parts)}
+    tensors |= {f"blk.0.ffn_{part}_exps.bias": stored(each) for part, each in biases.items()}
+    write_gguf(tmp_path / "x.gguf", metadata_of(config), tensors)
+    gate, up, down = (dequantise_blocks(torch.from_numpy(each), dtype).view(8, 64, 64) for each in parts.values())
+    prefix = "model.layers.0.mlp.experts."
+    with source_of(tmp_path) as source:
+        both = source.take(f"{prefix}gate_up_proj", 8, 64, 128)
+        assert torch.equal(both[:, :, ::2], gate.transpose(1, 2)) and torch.equal(both[:, :, 1::2], up.transpose(1, 2))
+        assert torch.equal(source.take(f"{prefix}down_proj", 8, 64, 64), down.transpose(1, 2))
+        bias = source.take(f"{prefix}gate_up_proj_bias", 8, 128)
+        assert torch.equal(bias[:, 1::2], torch.from_numpy(biases["up"]).float())
+        assert torch.equal(source.take(f"{prefix}down_proj_bias", 8, 64), torch.from_numpy(biases["down"]).float())
+        source.finish()
+    with source_of(tmp_path) as source:
+        part_of = source.take(f"{prefix}gate_up_proj", 8, 64, 128, rows=range(2, 5), columns=range(3, 50))
+        assert torch.equal(part_of, both[2:5, 3:50])
+
+
 def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
     config = PUBLISHED["Qwen3-0.6B"]
     for name in ("blk.0.attn_k.scale", "blk.0.attn_rot.weight", "blk.01.attn_k.weight", "v.blk.0.x.weight"):
@@ -425,6 +462,50 @@ def test_a_folder_is_made_once_and_has_the_tokens_of_the_checkpoint(tiny: Path, 
         assert ours.encode(written) == theirs.encode(written)
     assert ours.template_source == theirs.template_source != ""
     assert ours.eos_token_ids == theirs.eos_token_ids and ours.special_tokens == theirs.special_tokens
+
+
+def test_a_folder_that_lost_a_part_is_made_again(tiny: Path, tmp_path: Path) -> None:
+    folder = folder_of(tiny, tmp_path / "cache", quiet)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for name in ("config.json", "tokenizer.json", "model.gguf"):
+        (folder / name).unlink()
+        assert folder_of(tiny, tmp_path / "cache", quiet) == folder
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def merged(text: str, scores: Mapping[str, float]) -> list[str]:
+    """Return a text's pieces as SentencePiece makes them: of all neighbours that are a token together, those with the
+    best score, the first of equals, become one, until there are none."""
+    pieces = list(text)
+    while True:
+        pairs = [(-scores[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in scores]
+        if not pairs:
+            return pieces
+        _, at = min(pairs)
+        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+
+
+@given(seed=st.integers(0, 1000), text=st.text("abc ", max_size=30))
+def test_a_vocabulary_of_sentencepiece_has_its_tokens(seed: int, text: str) -> None:
+    """The merges follow from the scores: the file has none."""
+    source = random.Random(seed)
+    letters = ["a", "b", "c", "\u2581"]
+    longer = {"".join(source.choice(letters) for _ in range(source.randint(2, 5))) for _ in range(25)}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(longer), *letters]
+    ranks = {token: -float(rank) for rank, token in enumerate(source.sample(sorted(longer), len(longer)))}
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [ranks.get(token, 0.0) for token in tokens],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    backend = tokenizers.Tokenizer.from_str(tokenizer_files(metadata, "")["tokenizer.json"])
+    pieces = merged(("\u2581" + text).replace(" ", "\u2581"), ranks) if text else []
+    assert backend.encode(text).tokens == ["<s>", *pieces]
+    assert backend.decode(backend.encode(text + "\u00e9").ids) == text + "\u00e9", "by its bytes"
 
 
 def test_a_file_that_moved_is_found_again_and_has_the_same_hash(tiny: Path, tmp_path: Path) -> None:
