@@ -79,7 +79,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("role", choices=["prefill", "decode", "unified"])
     command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
     _add_router(command)
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder, if it is another one on this machine")
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder or GGUF file, if another on this machine")
     command.add_argument(
         "--devices", metavar="A,B", help="one per TP rank (default: as the role's first instance; free GPUs)"
     )
@@ -274,5 +274,5 @@ def _add_topology(command: argparse.ArgumentParser) -> None:
         metavar="TOPOLOGY.yaml | a.b=c",
         help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
     )
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, overrides model.path")
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder, GGUF file or Hugging Face id")
     _refuse_key(command, API_KEYS)

@@ -98,8 +98,8 @@ def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[s
         from chitu.launch.model_source import find_model
 
         source = find_model(arguments.model, may_download, functools.partial(print, file=sys.stderr, flush=True))
-        if source.repository is not None and load_topology(name, overrides).model.served_name is None:
-            overrides.append(f"model.served_name={_as_yaml(source.repository)}")
+        if source.name is not None and load_topology(name, overrides).model.served_name is None:
+            overrides.append(f"model.served_name={_as_yaml(source.name)}")
         overrides.append(f"model.path={_as_yaml(source.path)}")
     return name, overrides
 

@@ -295,8 +295,13 @@ def _model_problems(path: str) -> Iterator[str]:
     folder = Path(os.path.expanduser(path))
     if not path:
         yield "model.path is empty: give the folder of a Hugging Face checkpoint (--model PATH)"
+    elif folder.is_file():
+        cure = "give it as --model, which makes a folder of it" if folder.suffix == ".gguf" else "give its folder"
+        yield f"model.path is {path!r}, which is a file: {cure}"
     elif not folder.is_dir():
-        yield f"model.path is {path!r}, but there is no such folder"
+        yield f"model.path is {path!r}, but there is no such {'file' if folder.suffix == '.gguf' else 'folder'}"
+    elif not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        yield f"model.path is {path!r}, which has GGUF files and no config.json: give one of the files as --model"
     elif not (folder / "config.json").is_file():
         yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
 

@@ -1,4 +1,5 @@
-"""`--model`: a checkpoint folder, or the id of a repository on the Hugging Face hub.
+"""`--model`: a checkpoint folder, a GGUF file, or the id of a repository on the Hugging Face hub, with the kind of one
+of its GGUF files behind it if it has such (`ORG/REPO:Q4_K_M`).
 
 Called by the command line before a topology is read; no other module uses the hub. A folder of that name takes
 precedence, then the local cache of huggingface_hub (which transformers, vLLM and `hf download` fill, too), then, if the
@@ -7,21 +8,25 @@ command starts something, the hub itself, with huggingface_hub's progress bars o
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 import socket
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chitu.errors import ConfigError
+from chitu.launch.gguf_folder import first_files, folder_of, gguf_in, is_gguf, served_name
 from chitu.models.config import weight_files
 from chitu.tokenizer.core import TOKENIZER_FILES, require_tokenizer
 
 REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+GGUF_ID = re.compile(rf"(?P<repository>{REPOSITORY_ID.pattern}):(?P<kind>[\w.-]+)")
+"""A repository and the part of a file's name that tells its kind."""
 FILES = ("*.json", "*.jinja", "*.safetensors", *TOKENIZER_FILES)
 """Files of a repository to download: no weights in other formats, no pictures."""
 SECOND_COPIES = ("consolidated*.safetensors", "*/*.safetensors")
@@ -34,8 +39,8 @@ REACH_S = 4.0
 class ModelSource:
     path: str
     """Absolute path of the folder."""
-    repository: str | None = None
-    """Id of the repository, if one was given."""
+    name: str | None = None
+    """Name to serve it by, unless another is given: id of a repository, stem of a file; None: the folder's name."""
 
 
 def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> ModelSource:
@@ -43,26 +48,61 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
     if not word:
         raise ConfigError("--model is empty: give the folder of a checkpoint, or leave it out")
     folder = Path(os.path.expanduser(word)).absolute()  # Path's raises for `~nobody`
-    if folder.exists() or not REPOSITORY_ID.fullmatch(word):
+    file = folder if is_gguf(folder) else gguf_in(folder)
+    if file is not None:
+        return ModelSource(str(folder_of(file, _cache(), say)), served_name(file))
+    named = GGUF_ID.fullmatch(word)
+    if folder.exists() or not (named or REPOSITORY_ID.fullmatch(word)):
         return ModelSource(str(folder))
-    path, why_not = _in_cache(word)
-    if path is not None:
+    repository, files = (named["repository"], _of_kind(named["kind"])) if named else (word, FILES)
+    path, why_not = _in_cache(repository, files)
+    if path is None:
+        part = f" --include '*{named['kind']}*'" if named else ""
+        _require_hub(word, f"hf download {repository}{part}", why_not, may_download)
+        say(f"downloading {word} from the Hugging Face hub")
+        path = _download(repository, files)
+    if not named:
         return ModelSource(path, word)
+    return ModelSource(str(folder_of(_only_model(Path(path), files, word), _cache(), say)), word)
+
+
+def _cache() -> Path:
+    return Path.home() / ".cache" / "chitu" / "gguf"
+
+
+def _of_kind(kind: str) -> tuple[str, ...]:
+    """Return the patterns of the GGUF files of a kind: it ends their names, the parts of a split model, or a folder."""
+    kinds = dict.fromkeys((kind, kind.upper(), kind.lower()))
+    ends = ("{0}.gguf", "{0}-?????-of-?????.gguf", "{0}/*.gguf")
+    return tuple(f"*{end.format(each)}" for each in kinds for end in ends)
+
+
+def _only_model(snapshot: Path, patterns: Sequence[str], word: str) -> Path:
+    """Return the GGUF file of a kind, the first if the model is split."""
+    names = {file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf")}
+    found = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    models = first_files([snapshot / name for name in sorted(found)])
+    if len(models) != 1:
+        words = ", ".join(str(file.relative_to(snapshot)) for file in models) or "none"
+        raise ConfigError(f"--model {word}: the repository has not one GGUF file of this kind ({words})")
+    return models[0]
+
+
+def _require_hub(word: str, command: str, why_not: str, may_download: bool) -> None:
+    """Raise ConfigError if a model that is not in the cache cannot or may not be downloaded."""
     if not may_download:
         raise ConfigError(
-            f"--model {word}: there is no such folder, and {why_not}; `hf download {word}` puts it there, and so does "
+            f"--model {word}: there is no such folder, and {why_not}; `{command}` puts it there, and so does "
             "chitu serve"
         )
     if reason := _why_no_hub():
         raise ConfigError(
             f"--model {word}: there is no such folder, {why_not}, and {reason}: give the folder of a checkpoint, or "
-            f"`hf download {word}` where there is a network"
+            f"`{command}` where there is a network"
         )
-    say(f"downloading {word} from the Hugging Face hub")
-    return ModelSource(_download(word), word)
 
 
-def _in_cache(repository: str) -> tuple[str | None, str]:
+def _in_cache(repository: str, files: Sequence[str]) -> tuple[str | None, str]:
     """Return the path of its snapshot in the local cache, else None and why not, as a clause."""
     try:
         from huggingface_hub import snapshot_download
@@ -71,11 +111,14 @@ def _in_cache(repository: str) -> tuple[str | None, str]:
         return None, f"huggingface_hub cannot be imported ({error})"
     try:
         path = snapshot_download(
-            repository, local_files_only=True, allow_patterns=list(FILES), ignore_patterns=list(SECOND_COPIES)
+            repository, local_files_only=True, allow_patterns=list(files), ignore_patterns=list(SECOND_COPIES)
         )
     except (OSError, ValueError):  # what the library raises if the cache has nothing
         return None, f"the cache {HF_HUB_CACHE} does not have it"
     try:
+        if files != FILES:
+            _only_model(Path(path), files, repository)
+            return path, ""
         weight_files(path)
         require_tokenizer(path)
     except ConfigError as error:
@@ -109,11 +152,11 @@ def _why_no_hub() -> str:
     return f"{host} cannot be reached ({failures[0]})" if failures else ""
 
 
-def _download(repository: str) -> str:
+def _download(repository: str, files: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(repository, allow_patterns=list(FILES), ignore_patterns=list(SECOND_COPIES))
+        path = snapshot_download(repository, allow_patterns=list(files), ignore_patterns=list(SECOND_COPIES))
     except (OSError, ValueError) as error:  # its errors of HTTP are OSErrors
         text = " ".join(str(error).split())
         raise ConfigError(f"--model {repository} cannot be downloaded: {text}") from error

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from chitu.config.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.checkpoint import FLOATS, TensorEntry, read_entries, tensor_shapes
+from chitu.models.checkpoint import FLOATS, Entry, read_entries, tensor_shapes
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_keys import Key, Keys
 from chitu.models.families import traits_of
@@ -250,7 +250,7 @@ def _check_tensors(adapter: AdapterSpec, layers: Mapping[str, AdaptedLayer], lin
             )
 
 
-def _entries(adapter: AdapterSpec) -> dict[str, TensorEntry]:
+def _entries(adapter: AdapterSpec) -> dict[str, Entry]:
     if not adapter.weights.is_file():
         has_pickle = (adapter.folder / "adapter_model.bin").is_file()
         cure = " (adapter_model.bin is not read: save it with safe_serialization=True)" if has_pickle else ""

@@ -5,6 +5,7 @@ Called by launchers, `chitu plan` and `chitu doctor` before any process starts, 
 test requires for every family that the names are those that `common.py` takes.
 
 Format: 8 bytes header length (little endian), a JSON header with dtype, shape and offsets of each tensor, the data.
+`gguf.py` has that of GGUF files.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
+from chitu.models.gguf import SUFFIX
+from chitu.models.gguf_names import GgufTensor, read_gguf
 from chitu.models.logical_tensors import logical_tensors
 from chitu.models.quantization import Quantization
 
@@ -151,6 +154,9 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
+Entry = TensorEntry | GgufTensor
+
+
 class _HeaderEntry(msgspec.Struct):
     dtype: str
     shape: list[int]
@@ -160,26 +166,32 @@ class _HeaderEntry(msgspec.Struct):
 _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def read_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
+def read_entries(files: Sequence[Path]) -> dict[str, Entry]:
     """Return the tensors of these files by name. Those of a decoder that was saved without its head, as models for
-    embeddings are, get the names that they have beside a head. Raise ConfigError for a file that is no safetensors file
-    or is not as long as its header says, and for a tensor that is in two of them."""
-    found: dict[str, TensorEntry] = {}
-    for file in files:
-        try:
-            entries = _entries_of(file)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
-        for name, entry in entries.items():
-            if name in found:
-                first = found[name].file.name
-                raise ConfigError(
-                    f"model.path: tensor {name!r} is in {file} and in {first}; move one of them elsewhere"
-                )
-            found[name] = entry
+    embeddings are, get the names that they have beside a head. Raise ConfigError for a file that is no safetensors or
+    GGUF file or is not as long as its header says, and for a tensor that is in two of them."""
+    found: dict[str, Entry] = {}
+    for name, entry in _entries_of_all(files):
+        if name in found:
+            first = found[name].file.name
+            raise ConfigError(
+                f"model.path: tensor {name!r} is in {entry.file} and in {first}; move one of them elsewhere"
+            )
+        found[name] = entry
     if BARE_EMBEDDING in found and not any(name.startswith(DECODER) for name in found):
         return {name if name == HEAD else DECODER + name: entry for name, entry in found.items()}
     return found
+
+
+def _entries_of_all(files: Sequence[Path]) -> Iterator[tuple[str, Entry]]:
+    if files and all(file.suffix == SUFFIX for file in files):
+        yield from read_gguf(files)
+        return
+    for file in files:
+        try:
+            yield from _entries_of(file).items()
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
 
 
 def _entries_of(file: Path) -> dict[str, TensorEntry]:
@@ -292,7 +304,7 @@ def damaged_tensor(path: str | Path, most_bytes: int = LOOK_BYTES) -> str:
     return ""
 
 
-def _is_finite(entry: TensorEntry, num_bytes: int) -> bool:
+def _is_finite(entry: Entry, num_bytes: int) -> bool:
     kind, exponent = _EXPONENTS[entry.dtype]
     count = -(-num_bytes // BLOCK_BYTES)
     mask = np.array(exponent, dtype=kind)

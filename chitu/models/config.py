@@ -27,6 +27,7 @@ from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_exp
 from chitu.models.generic.key_reads import keys_read
 from chitu.models.generic.library import is_known, library_version
 from chitu.models.generic.spec import read_text_shape
+from chitu.models.gguf import SUFFIX, read_header
 from chitu.models.quantization import Quantization, read_quantization
 from chitu.protocol import CacheGroup, StateTensor
 
@@ -298,7 +299,8 @@ def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int
 
 def weight_files(path: str | Path) -> list[Path]:
     """Return a checkpoint's safetensors files in name order: `model.safetensors`, else those in the index, as
-    transformers does; else all. ConfigError if there is none or one is missing, UnsupportedModel for an adapter."""
+    transformers does; else all; else its GGUF files. ConfigError if there is none or one is missing, UnsupportedModel
+    for an adapter."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
@@ -317,7 +319,7 @@ def weight_files(path: str | Path) -> list[Path]:
             raise ConfigError(f"model.path: {index} names files outside its folder")
         files = [folder / name for name in names]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise ConfigError(f"model.path: {folder} holds no safetensors file")
     for file in files:
@@ -378,7 +380,11 @@ def _file_digest(file: Path) -> bytes:
 
 
 def _header(file: Path) -> bytes:
-    """Return the JSON header of a safetensors file."""
+    """Return the JSON header of a safetensors file, or the header of a GGUF file."""
+    if file.suffix == SUFFIX:
+        length = read_header(file).num_bytes
+        with file.open("rb") as stream:
+            return stream.read(length)
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.gguf import BLOCKS
+from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
 
 
@@ -37,7 +39,8 @@ class PackedTensor:
     shape: tuple[int, ...]
     """Of the dequantised weight."""
     code: Code
-    """Meaning of `data`: numbers of their dtype; 4-bit floats, two a byte, the low half first; integers in words."""
+    """Meaning of `data`: numbers of their dtype; 4-bit floats, two a byte, the low half first; integers in words;
+    blocks of a type of ggml, which have their scales in them."""
     data: str
     scales: str
     block: tuple[int, int]
@@ -61,17 +64,25 @@ class PackedTensor:
     """Whether scales are divided by `factor`, not multiplied."""
     order: str = ""
     """Tensor with the group of each input, if groups are not runs; inputs are rows if `is_transposed`."""
+    pair: str = ""
+    """Tensor whose rows alternate with those of `data`, which has the first."""
+    head_rows: int = 0
+    """Rows of a head, of which the two halves are interleaved in the file; 0: they are in order."""
+    added: float = 0.0
+    """What the file has added to each number."""
+    is_list: bool = False
+    """Whether each of its rows is a single number, without a dimension of its own."""
 
     @property
     def matrix(self) -> tuple[int, int]:
         """Return rows and columns as stored, in numbers."""
-        rows, columns = self.shape[-2:]
+        rows, columns = (*self.shape, 1)[-2:] if self.is_list else self.shape[-2:]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Return the names of its tensors."""
-        return tuple(filter(None, (self.data, self.scales, self.zeros, self.factor, self.order)))
+        return tuple(filter(None, (self.data, self.pair, self.scales, self.zeros, self.factor, self.order)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,7 @@ def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | 
                 f"{where}: quantization_config says {quantization.words}, but no tensor is quantised; remove it from "
                 "config.json if the weights were converted"
             )
+    packed |= _of_gguf(entries, where)
     hidden = {part for each in packed.values() for part in each.parts}
     plain = {}
     for name, entry in entries.items():
@@ -126,6 +138,38 @@ def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | 
         if each.code == "number" and len(each.shape) == 2 and entries[each.data].dtype == "F8_E4M3"
     ]
     return LogicalTensors(plain, packed, sum(math.prod(each.shape) for each in small))
+
+
+def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:
+    """Return the weights of GGUF files that are not stored as safetensors has them."""
+    found: dict[str, PackedTensor] = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, GgufTensor) or entry.is_plain or entry.order.is_second:
+            continue
+        order, shape = entry.order, entry.shape
+        is_list = len(shape) == 1 or (bool(order.target) and not order.is_transposed)
+        if is_list:
+            shape = (*shape, 1)
+        if order.pair:
+            other = _need(order.pair, name, entries, where)
+            if other.shape != entry.shape or not isinstance(other, GgufTensor):
+                raise ConfigError(f"{where}: {name!r} has shape {entry.shape}, {order.pair!r} {other.shape}")
+            shape = (*shape[:-2], 2 * shape[-2], shape[-1])
+        if order.is_transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        found[order.target or name] = PackedTensor(
+            shape[:-1] if is_list else shape,
+            "ggml",
+            name,
+            "",
+            (1, BLOCKS[entry.dtype][0]),
+            is_transposed=order.is_transposed,
+            pair=order.pair,
+            head_rows=order.head_rows,
+            added=order.added,
+            is_list=is_list,
+        )
+    return found
 
 
 def _packed(

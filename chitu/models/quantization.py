@@ -23,7 +23,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import Key, Keys
 
 Method = Literal["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq"]
-Code = Literal["number", "e2m1", "integer"]
+Code = Literal["number", "e2m1", "integer", "ggml"]
 HF_QUANT_CONFIG = "hf_quant_config.json"
 REFUSED = {
     "aqlm": "AQLM", "auto-round": "AutoRound", "bitnet": "BitNet", "bitsandbytes": "bitsandbytes", "eetq": "EETQ INT8",

@@ -24,9 +24,12 @@ from typing import NamedTuple
 import torch
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.checkpoint import read_entries
+from chitu.models.checkpoint import Entry, read_entries
 from chitu.models.config import weight_files
 from chitu.models.dequantize import Quantized, dequantise, integers, scales_of
+from chitu.models.gguf import BLOCKS
+from chitu.models.gguf_blocks import dequantise_blocks
+from chitu.models.gguf_names import PLAIN, GgufTensor
 from chitu.models.logical_tensors import PackedTensor, logical_tensors
 from chitu.models.quantization import Quantization
 from chitu.ops.interface import EightBits
@@ -60,6 +63,8 @@ class Stored:
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    blocks: str = ""
+    """ggml's type of blocks; the last dimension is then bytes."""
 
 
 class TensorFiles:
@@ -75,8 +80,7 @@ class TensorFiles:
         for name, entry in read_entries(files).items():
             if entry.file not in opened:
                 opened[entry.file] = self._open(entry.file)
-            descriptor, dtype = opened[entry.file], DTYPES[entry.dtype]
-            self.tensors[name] = Stored(entry.file, descriptor, entry.offset, dtype, entry.shape)
+            self.tensors[name] = _stored(entry, opened[entry.file])
 
     def _open(self, file: Path) -> int:
         try:
@@ -138,6 +142,14 @@ class TensorFiles:
             pinned = self._device.type == "cuda"
             self._staging = torch.empty(max(nbytes, self._staging_bytes), dtype=torch.uint8, pin_memory=pinned)
         return self._staging[:nbytes]
+
+
+def _stored(entry: Entry, descriptor: int) -> Stored:
+    if not isinstance(entry, GgufTensor) or entry.dtype in PLAIN:
+        return Stored(entry.file, descriptor, entry.offset, DTYPES[entry.dtype], entry.shape)
+    numbers, num_bytes = BLOCKS[entry.dtype]
+    shape = (*entry.shape[:-1], entry.shape[-1] // numbers * num_bytes)
+    return Stored(entry.file, descriptor, entry.offset, torch.uint8, shape, entry.dtype)
 
 
 def _groups(numbers: range, size: int) -> range:
@@ -326,7 +338,7 @@ class WeightSource:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Read as `TensorFiles.read` does. Of a stack of matrices, rows are matrices and columns are rows of each."""
-        *lead, num_rows, num_columns = packed.shape
+        *lead, num_rows, num_columns = (*packed.shape, 1) if packed.is_list else packed.shape
         cuts = (rows, columns) if not lead else (columns, None)
         row_part, column_part = cuts[0] or range(num_rows), cuts[1] or range(num_columns)
         matrices = range(math.prod(lead))
@@ -334,7 +346,8 @@ class WeightSource:
             inner = math.prod(lead[1:])
             matrices, lead = range(rows.start * inner, rows.stop * inner), [len(rows), *lead[1:]]
         if out is None:
-            out = torch.empty((*lead, len(row_part), len(column_part)), dtype=dtype, device=self._device)
+            shape = (*lead, len(row_part), len(column_part))
+            out = torch.empty(shape[:-1] if packed.is_list else shape, dtype=dtype, device=self._device)
         stack = out.view(len(matrices), len(row_part), len(column_part))
         for place, index in zip(stack, matrices, strict=True):
             self._fill_matrix(place, packed, index, row_part, column_part)
@@ -346,14 +359,59 @@ class WeightSource:
             out, rows, columns = out.t(), columns, rows
         step = max(1, self._piece_numbers // len(columns))
         unit = max(packed.block[0], len(packed.lanes)) if packed.block[0] < packed.matrix[0] else len(packed.lanes)
+        unit = max(unit, packed.head_rows)
         if unit:
             step = max(unit, step // unit * unit)
         first = rows.start
         while first < rows.stop:
             end = min(first - first % step + step, rows.stop)
-            piece = dequantise(self._part(packed, index, range(first, end), columns))
-            out[first - rows.start : end - rows.start].copy_(piece.t() if packed.is_transposed else piece)
+            if packed.code == "ggml":
+                piece = self._of_blocks(packed, index, range(first, end), columns)
+            else:
+                piece = dequantise(self._part(packed, index, range(first, end), columns))
+                piece = piece.t() if packed.is_transposed else piece
+            out[first - rows.start : end - rows.start].copy_(piece)
             first = end
+
+    def _of_blocks(self, packed: PackedTensor, index: int, rows: range, columns: range) -> torch.Tensor:
+        """Return a part of matrix `index` of a GGUF file, float32, in the orientation of the file."""
+        whole, (num_rows, num_columns) = rows, packed.matrix
+        if packed.pair:
+            rows, num_rows = _groups(rows, 2), num_rows // 2
+        found = [
+            self._ggml_rows(name, index, (num_rows, num_columns), rows, columns, packed.head_rows)
+            for name in (packed.data, packed.pair)
+            if name
+        ]
+        numbers = found[0] if not packed.pair else torch.stack(found, dim=1).flatten(0, 1)
+        numbers = numbers.narrow(0, whole.start - (rows.start * 2 if packed.pair else rows.start), len(whole))
+        return numbers - packed.added if packed.added else numbers
+
+    def _ggml_rows(
+        self, name: str, index: int, size: tuple[int, int], rows: range, columns: range, head_rows: int
+    ) -> torch.Tensor:
+        """Return a part of matrix `index` of a tensor of this size, float32."""
+        blocks, dtype = self.blocks_of(name, index, size, rows, columns, head_rows)
+        if not dtype:
+            return blocks.to(torch.float32)
+        return dequantise_blocks(blocks, dtype).narrow(1, columns.start % BLOCKS[dtype][0], len(columns))
+
+    def blocks_of(
+        self, name: str, index: int, size: tuple[int, int], rows: range, columns: range, head_rows: int = 0
+    ) -> tuple[torch.Tensor, str]:
+        """Return rows of matrix `index` of a tensor of this size as the file holds them, in the order that a Hugging
+        Face checkpoint has: uint8 `[rows, bytes]` with the blocks that the columns touch, and ggml's type; or numbers
+        of their own dtype, and "". `head_rows` as in `PackedTensor`: heads are read whole."""
+        stored, wanted = self._files.tensors[name], rows
+        if head_rows:
+            rows = range(rows.start // head_rows * head_rows, -(-rows.stop // head_rows) * head_rows)
+        numbers, num_bytes = BLOCKS[stored.blocks] if stored.blocks else (1, 1)
+        touched = _groups(columns, numbers)
+        cut = range(touched.start * num_bytes, touched.stop * num_bytes)
+        found = self._matrix(name, index, (size[0], size[1] // numbers * num_bytes), (rows, cut))
+        if head_rows:
+            found = found.view(-1, head_rows // 2, 2, len(cut)).transpose(1, 2).reshape(len(rows), len(cut))
+        return found.narrow(0, wanted.start - rows.start, len(wanted)), stored.blocks
 
     def _part(self, packed: PackedTensor, index: int, rows: range, columns: range) -> Quantized:
         """Read a part of matrix `index`, in the orientation of the file, with the scales of its blocks."""

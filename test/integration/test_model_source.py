@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.gguf_files import convert
 
 from chitu.assets import TINY_MODEL_DIR
 
 REPOSITORY, COMMIT = "acme/Tiny-0.1B", "a" * 40
 NOBODY = "http://127.0.0.1:9"
+GGUF_FILES: list[Path] = []
+"""Files beside the embedded model that the hub has."""
 SECOND_COPIES = ("consolidated.safetensors", "original/model.safetensors")
 """Weights that a hub lists besides the checkpoint's."""
 
@@ -45,19 +48,34 @@ def cached(tmp_path: Path) -> Path:
     return folder / "snapshots" / COMMIT
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the home folder of the processes: empty but for the compiled kernels, which take a while."""
+    cache = tmp_path / "home" / ".cache" / "chitu"
+    cache.mkdir(parents=True)
+    for kernels in (Path.home() / ".cache" / "chitu").glob("native-*.so"):
+        (cache / kernels.name).symlink_to(kernels)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as a download needs."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == f"/api/models/{REPOSITORY}" or path.startswith(f"/api/models/{REPOSITORY}/revision/"):
-            names = [*(file.name for file in TINY_MODEL_DIR.iterdir()), *SECOND_COPIES]
+            names = [file.name for file in (*TINY_MODEL_DIR.iterdir(), *GGUF_FILES)] + [*SECOND_COPIES]
             listed = {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
             self._answer(json.dumps(listed).encode(), "application/json")
         elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
             entries = [
                 {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
                 for file in TINY_MODEL_DIR.iterdir()
+            ]
+            entries += [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
+                for file in GGUF_FILES
             ]
             entries += [{"type": "file", "path": name, "size": 9, "oid": "0" * 40} for name in SECOND_COPIES]
             self._answer(json.dumps(entries).encode(), "application/json")
@@ -84,6 +102,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def _file(path: str) -> Path:
+    for file in GGUF_FILES:
+        if file.name == Path(path).name:
+            return file
     return TINY_MODEL_DIR / Path(path).name.replace("consolidated", "model")
 
 
@@ -106,6 +127,56 @@ def test_a_repository_in_the_cache_is_served_under_its_id(cached: Path, tmp_path
     assert f"model.path={cached}" in done.stdout and f"model.served_name={REPOSITORY}" in done.stdout
     named = chitu(tmp_path, "plan", "--model", REPOSITORY, "model.served_name=mine")
     assert "model.served_name=mine" in named.stdout and f"served_name={REPOSITORY}" not in named.stdout
+
+
+def test_a_gguf_file_of_a_hub_is_downloaded_and_served_by_its_kind(
+    hub: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {"F16": "Tiny-F16.gguf", "Q8_0": "Tiny-Q8_0.gguf"}
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "GGUF_FILES",
+        [convert(TINY_MODEL_DIR, tmp_path / name, kind) for kind, name in kinds.items()],
+    )
+    name = f"{REPOSITORY}:q8_0"
+    assert "--include '*q8_0*'" in chitu(tmp_path, "plan", "--model", name, endpoint=hub).stderr
+    done = chitu(tmp_path, "serve", "--model", name, "cache.num_pages=99999999999", endpoint=hub)
+    assert done.returncode == 2 and f"downloading {name}" in done.stderr, done.stderr
+    (snapshot,) = (tmp_path / "hf" / "hub").glob("models--*/snapshots/*")
+    assert [file.name for file in snapshot.iterdir()] == ["Tiny-Q8_0.gguf"]
+    again = chitu(tmp_path, "plan", "--model", name)
+    assert again.returncode == 0, again.stderr
+    assert f'model.served_name="{name}"' in again.stdout
+    assert f"model.path={home}/.cache/chitu/gguf/Tiny-Q8_0-" in again.stdout
+    missing = chitu(tmp_path, "serve", "--model", f"{REPOSITORY}:Q2_K", endpoint=hub)
+    assert missing.returncode == 2 and "has not one GGUF file of this kind (none)" in missing.stderr
+
+
+def test_a_gguf_file_is_served_with_the_answers_of_its_checkpoint(home: Path, tmp_path: Path) -> None:
+    file = convert(TINY_MODEL_DIR, tmp_path / "My Tiny.gguf")
+    done = chitu(tmp_path, "serve", "--model", str(file), "--once", "--port", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "chitu serves 'My Tiny' with P0, D0" in done.stderr
+    assert "I only know lists of facts" in done.stdout, "what the embedded model answers to other prompts"
+
+
+def test_what_is_no_model_is_told_from_a_gguf_file(home: Path, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    first = convert(TINY_MODEL_DIR, files / "a.gguf")
+    (files / "mmproj-a.gguf").write_bytes(b"no model")
+    alone = chitu(tmp_path, "plan", "--model", str(files))
+    assert alone.returncode == 0 and 'model.served_name="a"' in alone.stdout, alone.stderr
+    (files / "b.gguf").write_bytes(first.read_bytes()[:5000])
+    for words, part in (
+        (["--model", str(files)], "holds 2 models: give the file of one of them (a.gguf, b.gguf)"),
+        (["--model", str(files / "b.gguf")], "is cut off"),
+        (["--model", str(files / "c.gguf")], "there is no such file"),
+        ([f"model.path={first}"], "which is a file: give it as --model"),
+        ([f"model.path={files}"], "which has GGUF files and no config.json: give one of the files as --model"),
+    ):
+        done = chitu(tmp_path, "plan", *words)
+        assert done.returncode == 2 and part in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_without_a_network_it_is_one_sentence(cached: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential
 from chitu.launch.router_client import RouterClient
 from chitu.models.checkpoint import count_weights
-from chitu.models.config import read_model_spec
+from chitu.models.config import read_model_spec, weight_files
+from chitu.models.gguf import SUFFIX
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tools.verify.parity import Judgement, compare, damage_of, differences, limit_of
@@ -225,7 +226,10 @@ class _Transformers:
             raise ValueError(f"{version} computes {kind} wrongly, {major}.{minor} is right")
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if weight_files(folder)[0].suffix == SUFFIX:
+            self._model: Any = _of_gguf(folder)
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
         import torch
@@ -235,6 +239,20 @@ class _Transformers:
             tops, ids = rows.max(-1)
             own = rows.gather(1, torch.tensor(token_ids[-count:])[:, None])[:, 0]
         return [Score(*one) for one in zip(own.tolist(), ids.tolist(), tops.tolist(), strict=True)]
+
+
+def _of_gguf(folder: str) -> Any:
+    """Return the model of transformers with the numbers of a GGUF file, which it would read another way."""
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from chitu.models.weights import WeightSource
+
+    config = AutoConfig.from_pretrained(folder)
+    with WeightSource(folder, torch.float32, torch.device("cpu"), None) as source:
+        tensors = {name: source.take(name, *shape) for name, shape in source.names.items()}
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
