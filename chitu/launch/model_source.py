@@ -1,5 +1,6 @@
-"""`--model`: a checkpoint folder, a GGUF file, or the id of a repository on the Hugging Face hub, with the kind of one
-of its GGUF files behind it if it has such (`ORG/REPO:Q4_K_M`).
+"""`--model`: a checkpoint folder, a GGUF file, the name of a model on the package index (`packaged_models.py`), or the
+id of a repository on the Hugging Face hub, with the kind of one of its GGUF files behind it if it has such
+(`ORG/REPO:Q4_K_M`).
 
 Called by the command line before a topology is read; no other module uses the hub. A folder of that name takes
 precedence, then the local cache of huggingface_hub (which transformers, vLLM and `hf download` fill, too), then, if the
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from chitu.errors import ConfigError
 from chitu.launch.gguf_folder import first_files, folder_of, gguf_in, is_gguf, served_name
+from chitu.launch.packaged_models import PACKAGED, packaged_file
 from chitu.models.config import weight_files
 from chitu.tokenizer.core import TOKENIZER_FILES, require_tokenizer
 
@@ -50,7 +52,10 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
     folder = Path(os.path.expanduser(word)).absolute()  # Path's raises for `~nobody`
     file = folder if is_gguf(folder) else gguf_in(folder)
     if file is not None:
-        return ModelSource(str(folder_of(file, _cache(), say)), served_name(file))
+        return ModelSource(str(folder_of(file, _cache("gguf"), say)), served_name(file))
+    if word in PACKAGED and not folder.exists():
+        file = packaged_file(word, PACKAGED[word], may_download, say, _cache("models"))
+        return ModelSource(str(folder_of(file, _cache("gguf"), say)), word)
     named = GGUF_ID.fullmatch(word)
     if folder.exists() or not (named or REPOSITORY_ID.fullmatch(word)):
         return ModelSource(str(folder))
@@ -63,11 +68,11 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
         path = _download(repository, files)
     if not named:
         return ModelSource(path, word)
-    return ModelSource(str(folder_of(_only_model(Path(path), files, word), _cache(), say)), word)
+    return ModelSource(str(folder_of(_only_model(Path(path), files, word), _cache("gguf"), say)), word)
 
 
-def _cache() -> Path:
-    return Path.home() / ".cache" / "chitu" / "gguf"
+def _cache(part: str) -> Path:
+    return Path.home() / ".cache" / "chitu" / part
 
 
 def _of_kind(kind: str) -> tuple[str, ...]:

