@@ -32,6 +32,10 @@ from chitu.types import Role
 TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
 """A question that the embedded model can answer."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+QUESTION = "What is the capital of France?"
+"""A first question to a model with a chat template."""
+BEGINNING = "Once upon a time"
+"""A first prompt for any other."""
 
 
 class PlainDisplay:
@@ -160,10 +164,10 @@ def greeting(
     if name == TINY_MODEL_NAME:
         path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
     elif has_chat_template(Path(os.path.expanduser(model.path))):
-        question = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+        question = f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]'
         path, asked = "chat/completions", f'"temperature": 0, {question}'
     else:
-        path, asked = "completions", '"prompt": "Once upon a time"'
+        path, asked = "completions", f'"prompt": "{BEGINNING}"'
     return (
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}{logs}\n\n"
         f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"

@@ -1,24 +1,27 @@
 """One completion from a cluster that has just started, the first output of `script/quickstart.sh`.
 
 The embedded model must recall one fact of a long list, which is only possible if every page of the prompt's KV cache
-arrived. Any other model continues a sentence. Below the answer are the pair that served it, the bytes moved, and the
-times.
+arrived. Any other model answers a question or, without a chat template, continues a sentence. Below the answer are the
+pair that served it, the bytes moved, and the times.
 """
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.errors import ChituError, Internal
+from chitu.launch.display import BEGINNING, QUESTION, chitu_command
 from chitu.launch.host import HostProcesses
+from chitu.launch.packaged_models import PACKAGED
 from chitu.launch.router_client import Answer, RouterClient
+from chitu.tokenizer.chat_template import has_chat_template
 from chitu.tools.chat import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
 from chitu.tools.trace import find_request, trace_lines
 
 COMPLETION_PATH = "/v1/completions"
-PROMPT = "Once upon a time"
 LIST_TOKENS = 1000
 SEED = 0
 """Seed of the list and question. They are the same every time, so a wrong answer is the cluster's fault, not one of the
@@ -37,11 +40,7 @@ def first_completion(cluster: HostProcesses, *, must_be_right: bool = False) -> 
         if model == TINY_MODEL_NAME:
             _recall(client, model, must_be_right)
         else:
-            body = {"prompt": PROMPT, "max_tokens": 16}
-            answer = _ask(client, COMPLETION_PATH, model, body)
-            _tell("prompt", repr(PROMPT))
-            _tell("completion", repr(answer.text))
-            _tell_trace(client, answer)
+            _continue(client, model, has_chat_template(Path(cluster.topology.model.path)))
     except ChituError as error:
         raise Internal(f"the first completion failed: {error.code}: {error.message}") from error
 
@@ -54,8 +53,22 @@ def _recall(client: RouterClient, model: str, must_be_right: bool) -> None:
     _tell("answer", printable(answer.text))
     _tell("", verdict(example, answer.text))
     _tell_trace(client, answer)
+    for name, packaged in PACKAGED.items():
+        _tell("", f"a published model: {chitu_command()} serve --model {name}  ({packaged.about})")
     if must_be_right and not is_right(example, answer.text):
         raise Internal(f"{model} answered {answer.text!r} where {example.value} is right")
+
+
+def _continue(client: RouterClient, model: str, is_chat: bool) -> None:
+    body: dict[str, Any]
+    if is_chat:
+        path, shown, body = CHAT_PATH, ("question", "answer"), {"messages": [{"role": "user", "content": QUESTION}]}
+    else:
+        path, shown, body = COMPLETION_PATH, ("prompt", "completion"), {"prompt": BEGINNING}
+    answer = _ask(client, path, model, {**body, "max_tokens": MAX_TOKENS})
+    for name, text in zip(shown, (QUESTION if is_chat else BEGINNING, answer.text), strict=True):
+        _tell(name, printable(text) if is_chat else repr(text))
+    _tell_trace(client, answer)
 
 
 def _ask(client: RouterClient, path: str, model: str, body: dict[str, Any]) -> Answer:
