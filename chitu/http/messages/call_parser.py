@@ -36,7 +36,7 @@ PIECE_CHARS = 2048
 FENCE = "```"
 _OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
 """What may precede the object of a call: a code fence, and the bracket of an array of calls."""
-_TAG_END = re.compile(r">|(?=\n)")
+_TAG_END = re.compile(r">|(?=[\n<])")
 _FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
 
 
@@ -333,5 +333,5 @@ def _noise_of(parser: type[CallParser]) -> re.Pattern[str]:
     known = {text.strip() for text in (*parser.marks, *parser.hidden, *parser.tags)}
     texts = sorted([text for text in known if text[0] in "<["], key=len, reverse=True)
     return re.compile(
-        "|".join(re.escape(text) + ("" if text[-1] in ">]" else r"([^>\n]*)>?") for text in texts) or r"(\Z)"
+        "|".join(re.escape(text) + ("" if text[-1] in ">]" else r"([^<>\n]*)>?") for text in texts) or r"(\Z)"
     )

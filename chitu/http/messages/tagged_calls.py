@@ -180,7 +180,7 @@ class QwenCoderParser(TaggedParser):
     """Qwen3-Coder and later Qwens: `<function=f>`, and `<parameter=a>` with its value in lines of its own."""
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>", "<function=")
-    hidden: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+    hidden: ClassVar[tuple[str, ...]] = ("</tool_call>", "<parameter=")
     tags: ClassVar[tuple[str, ...]] = ("</function>", "<parameter=", "</parameter>")
     needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     trigger: ClassVar[str] = "<tool_call>"
