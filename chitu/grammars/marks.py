@@ -47,10 +47,7 @@ def behind_reasoning(
     grammar: str, reasoning: Reasoning, added_tokens: Mapping[str, int], eos_ids: Collection[int]
 ) -> str:
     """Return `grammar` (Lark, or llguidance's JSON list of grammars) after reasoning: any tokens except an eos."""
-    if grammar.startswith("{"):
-        [answer] = json.loads(grammar)["grammars"]
-    else:
-        answer = {"lark_grammar": grammar}
+    answer, *more = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     kept_out = {*eos_ids, added_tokens.get(reasoning.close)}
     others = ",".join(str(token) for token in sorted(added_tokens.values()) if token not in kept_out)
     behind, head = (f"{with_marks(text, added_tokens)} " if text else "" for text in (reasoning.behind, reasoning.head))
@@ -61,4 +58,4 @@ def behind_reasoning(
         thought = f"{head}@{ANSWER} | {opened} {thought}"
     rules = [f"start: {thought}", *text_up_to(reasoning.close, added_tokens), FREE_TEXT, GAP]
     ahead = {"lark_grammar": "%llguidance {}\n" + "\n".join(rules) + "\n"}
-    return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}]})
+    return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}, *more]})
