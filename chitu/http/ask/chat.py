@@ -123,10 +123,12 @@ def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[di
     object. Empty if no tool is strict."""
     if not any(tool.function.strict for tool in given):
         return []
-    return [
-        tool if own.function.strict else {"function": {"name": own.function.name}}
-        for own, tool in zip(given, offered, strict=True)
-    ]
+    return [tool if own.function.strict else of_any_arguments(tool) for own, tool in zip(given, offered, strict=True)]
+
+
+def of_any_arguments(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose calls may have any object for arguments."""
+    return {"function": {"name": tool["function"]["name"]}}
 
 
 def end_of_prompt(begins: bool | None, continues: bool | None) -> tuple[bool, bool]:
