@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import behind_reasoning
+from chitu.grammars.marks import behind_reasoning, quoted
 from chitu.grammars.schema import enforceable, find_fault, in_plain_words
-from chitu.grammars.tool_calls import tool_calls_lark
+from chitu.grammars.tool_calls import OTHER_ANSWER, begins_as_json, json_value, tool_calls_lark
 from chitu.protocol import Grammar, ToolCalls
 
 if TYPE_CHECKING:
@@ -131,7 +131,9 @@ class GrammarCompiler:
             if grammar.reasoning is not None:
                 source = behind_reasoning(source, grammar.reasoning, self._added, self._eos)
             matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
-        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, msgspec.DecodeError, RecursionError) as error:
+            if isinstance(error, (TypeError, AttributeError, LookupError)):
+                self._raise_fault(grammar)  # the engine says better why a schema is none
             raise InvalidRequest(f"{grammar.kind}: {_in_one_line(str(error))}") from error
         if not matcher.is_error():
             # The first mask is the costliest, and shows that the grammar permits any token at all.
@@ -140,18 +142,50 @@ class GrammarCompiler:
             if not matcher.is_error():
                 compiled.matcher().mask()
                 return compiled
+        self._raise_place(grammar)
+        raise InvalidRequest(f"{grammar.kind}: {_in_one_line(matcher.get_error())}")
+
+    def _raise_place(self, grammar: Grammar) -> None:
+        """Raise InvalidRequest with the place that is at fault, if one is found."""
+        if grammar.kind == "tool_calls":
+            calls, places = msgspec.json.decode(grammar.text, type=ToolCalls), list[tuple[str, str]]()
+            tool_calls_lark(calls, self._added, _JSON_OPTIONS, "", places)
+            end_s = time.thread_time() + FAULT_S
+            for place, terminal in places:
+                problem = self._fault(self._engine.grammar_from_lark(f"start: T\nT: {terminal}\n"), draws=True)
+                if problem and time.thread_time() < end_s:
+                    raise InvalidRequest(f"it cannot be enforced: {problem}", place)
+        self._raise_fault(grammar)
+
+    def _raise_fault(self, grammar: Grammar) -> None:
+        """Raise InvalidRequest with the place if one of the grammar's schemas would be refused by itself."""
         end_s = time.thread_time() + FAULT_S
         for index, schema in enumerate(_schemas_of(grammar)):
             fault = find_fault(schema, self._problem_of, lambda: time.thread_time() < end_s)
             if fault is not None:
                 raise InvalidRequest(in_plain_words(fault.problem), f"{index}{fault.path}")
-        raise InvalidRequest(f"{grammar.kind}: {_in_one_line(matcher.get_error())}")
+
+    def _checked_answer(self, answer: Grammar, index: int) -> str:
+        """Return the source of an answer's grammar. If it is at fault by itself, raise InvalidRequest with the index
+        that a schema would have there, and the place."""
+        try:
+            self.compile(answer)
+            return self._source(answer)
+        except InvalidRequest as error:
+            place = (error.param or "0").partition(".")
+            raise InvalidRequest(error.message, f"{index}{place[1]}{place[2]}") from None
+
+    def _fault(self, source: str, draws: bool = False) -> str:
+        """Return why a grammar would be refused; empty if it would not. `draws`: also if it has no first token."""
+        matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+        if draws and not matcher.is_error():
+            matcher.compute_bitmask()
+        return _in_one_line(matcher.get_error()) if matcher.is_error() else ""
 
     def _problem_of(self, schema: Any) -> str:
         """Return why this schema alone would be refused; empty if it would not."""
         source = self._engine.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
-        matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
-        return _in_one_line(matcher.get_error()) if matcher.is_error() else ""
+        return self._fault(source)
 
     def _source(self, grammar: Grammar) -> str:
         text = grammar.text
@@ -166,10 +200,45 @@ class GrammarCompiler:
             choices = msgspec.json.decode(text, type=list[str])
             return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
         if grammar.kind == "tool_calls":
-            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._added, _JSON_OPTIONS)
+            return self._source_of_calls(msgspec.json.decode(text, type=ToolCalls))
         if grammar.kind == "lark" and "::=" in text:
             text = _lark_of_gbnf(text)
         return self._engine.grammar_from_lark(text)
+
+    def _source_of_calls(self, calls: ToolCalls) -> str:
+        if calls.answer is None:
+            return self._engine.grammar_from_lark(tool_calls_lark(calls, self._added, _JSON_OPTIONS))
+        rule, others = self._answer(calls, calls.answer)
+        lark = tool_calls_lark(calls, self._added, _JSON_OPTIONS, rule)
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *others]})
+
+    def _answer(self, calls: ToolCalls, answer: Grammar) -> tuple[str, list[dict[str, Any]]]:
+        """Return an answer without calls as a rule, and further grammars that it needs. The engine takes the first of
+        two that begin alike, so raise InvalidRequest if such an answer may begin as a call does."""
+        index = len(calls.calls)
+        source = self._checked_answer(answer, index)
+        is_text = calls.trigger not in self._added and not calls.text_begin
+        if answer.kind in ("regex", "choice"):
+            part = json.loads(source)["grammars"][0]["lark_grammar"].removeprefix("start: ")
+            if is_text:
+                part = f"({part}) & ~({quoted(calls.trigger)} /(?s:.*)/)"
+                if self._fault(self._engine.grammar_from_lark(f"start: T\nT: {part}\n"), draws=True):
+                    raise _begins_as_a_call(calls, index)
+            return f"ANSWER: {part}", []
+        if is_text and not (answer.kind != "lark" and begins_as_json(calls, self._added)):
+            begun = self._tokens.tokenize_str(calls.trigger[:1])
+            matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+            if matcher.try_consume_tokens(begun) == len(begun):
+                raise _begins_as_a_call(calls, index)
+        if answer.kind == "lark":
+            return f"answer: @{OTHER_ANSWER}", [{"lark_grammar": source, "name": OTHER_ANSWER}]
+        schema = {"type": "object"} if answer.kind == "json_object" else enforceable(json.loads(answer.text))
+        return f"answer: {json_value(schema, _JSON_OPTIONS)}", []
+
+
+def _begins_as_a_call(calls: ToolCalls, index: int) -> InvalidRequest:
+    begun = f"such an answer may begin with {calls.trigger!r}, as calls of this model do"
+    return InvalidRequest(f"{begun}; give the format without tools, or tools without it", f"{index}")
 
 
 def _schemas_of(grammar: Grammar) -> list[Any]:

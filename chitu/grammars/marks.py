@@ -27,14 +27,21 @@ def text_up_to(mark: str, added_tokens: Mapping[str, int], rule: str = "led") ->
     # A lazy lexeme ends with the first mark, where free text is over.
     spelled = f"{rule}_spelled"
     rules = [rf"{spelled}[lazy]: /(.|\n)*/ {quoted(mark)}"]
+    by_token = text_by_token(mark, added_tokens)
+    return [*rules, f"{rule}: {spelled} | {by_token}" if by_token else f"{rule}: {spelled}"]
+
+
+def text_by_token(mark: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a part of a rule: any text up to and including a `mark` that is written with the token in it; empty: it
+    has none. Needs `FREE_TEXT`."""
     parts = _parts(mark, added_tokens)
     at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
     if at is None:
-        return [*rules, f"{rule}: {spelled}"]
+        return ""
     # What precedes the token in the mark is within the text.
     behind = "".join(parts[at + 1 :])
     rest = f" {with_marks(behind, added_tokens)}" if behind else ""
-    return [*rules, f"{rule}: {spelled} | TEXT <[{added_tokens[parts[at]]}]>{rest}"]
+    return f"TEXT <[{added_tokens[parts[at]]}]>{rest}"
 
 
 def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:
@@ -56,10 +63,7 @@ def behind_reasoning(
     grammar: str, reasoning: Reasoning, added_tokens: Mapping[str, int], eos_ids: Collection[int]
 ) -> str:
     """Return `grammar` (Lark, or llguidance's JSON list of grammars) after reasoning: any tokens except an eos."""
-    if grammar.startswith("{"):
-        [answer] = json.loads(grammar)["grammars"]
-    else:
-        answer = {"lark_grammar": grammar}
+    answer, *more = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     kept_out = {*eos_ids, added_tokens.get(reasoning.close)}
     others = ",".join(str(token) for token in sorted(added_tokens.values()) if token not in kept_out)
     behind, head = (f"{with_marks(text, added_tokens)} " if text else "" for text in (reasoning.behind, reasoning.head))
@@ -70,4 +74,4 @@ def behind_reasoning(
         thought = f"{head}@{ANSWER} | {opened} {thought}"
     rules = [f"start: {thought}", *text_up_to(reasoning.close, added_tokens), FREE_TEXT, GAP]
     ahead = {"lark_grammar": "%llguidance {}\n" + "\n".join(rules) + "\n"}
-    return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}]})
+    return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}, *more]})

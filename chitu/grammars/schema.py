@@ -7,8 +7,9 @@ both, so they are left out. What is left constrains, and an error about it names
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -32,6 +33,9 @@ _DRAFT = re.compile(r"(http://json-schema\.org/draft-0[467]|https://json-schema\
 """The values of `$schema` that llguidance knows; a test compares."""
 _NO_URI = re.compile(r"""\A#|[\s<>"{}|\\^`]""")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]\Z")
+
+
+ONE_OF = "oneOf cannot be enforced where two of its schemas may allow the same value; use anyOf"
 
 
 class SchemaFault(NamedTuple):
@@ -98,11 +102,66 @@ def _values_of(schema: dict[str, Any], name: Any, root: Any) -> set[tuple[bool, 
 def _target(schema: Any, root: Any) -> dict[str, Any]:
     """Return what a schema refers to, or itself; empty if that is not in the root."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
-    if isinstance(reference, str):
-        schema = root if reference.startswith("#/") else None
-        for name in reference.split("/")[1:]:
-            schema = schema.get(name) if isinstance(schema, dict) else None
+    if reference is not None:
+        schema = target_of(reference, root)
     return schema if isinstance(schema, dict) else {}
+
+
+def target_of(reference: Any, root: Any) -> Any:
+    """Return what a reference leads to; None if that is not in the root."""
+    if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
+        return None
+    found = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def missing_target(reference: Any) -> str:
+    """Return why a reference leads to nothing."""
+    if isinstance(reference, str) and reference.startswith("#"):
+        return f"$ref: {reference[1:]!r} does not exist in this schema"
+    return f"$ref: {str(reference)[:NAMED_CHARS]!r} is not part of this schema"
+
+
+def standalone(part: Any, root: Any) -> Any:
+    """Return a part of a schema with what it refers to in `$defs` of its own. A reference that leads to nothing stays
+    as it is."""
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+
+    def copied(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [copied(each) for each in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        made: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in ("$defs", "definitions"):
+                continue
+            if key == "$ref" and target_of(value, root) is not None:
+                if value not in names:
+                    names[value] = f"d{len(names)}"
+                    waiting.append(value)
+                made[key] = f"#/$defs/{names[value]}"
+            elif key in _MAPS and isinstance(value, Mapping):
+                made[key] = {name: copied(inner) for name, inner in value.items()}
+            else:
+                made[key] = value if key in _DATA else copied(value)
+        return made
+
+    made, shared = copied(part), {}
+    while waiting:
+        reference = waiting.pop()
+        shared[names[reference]] = copied(target_of(reference, root))
+    if not isinstance(made, dict):
+        return made
+    draft = {"$schema": root["$schema"]} if isinstance(root, Mapping) and "$schema" in root else {}
+    return {**draft, **made, **({"$defs": shared} if shared else {})}
 
 
 def _constrains_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -154,14 +213,13 @@ def find_fault(schema: Any, problem_of: Callable[[Any], str], may_try: Callable[
     problem = problem_of(schema) if isinstance(schema, dict) else ""
     if not problem:
         return None
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     part, path, seen = schema, "", {id(schema)}
     while True:
         for step, inner in _parts(part, schema):
             if (
                 seen.isdisjoint(_with_target(inner, schema))
                 and may_try()
-                and problem_of({**shared, **inner}) == problem
+                and problem_of(standalone(inner, schema)) == problem
             ):
                 seen.add(id(inner))
                 part, path = inner, step if step.startswith("#") else path + step
@@ -198,7 +256,7 @@ def in_plain_words(problem: str) -> str:
     if found := _UNIMPLEMENTED.match(problem):
         return f"{found[1].replace(chr(34), '')} cannot be enforced"
     if problem.startswith("oneOf constraints"):
-        return "oneOf cannot be enforced where two of its schemas may allow the same value; use anyOf"
+        return ONE_OF
     if problem.startswith("Pointer "):
         return f"$ref: {problem[len('Pointer ') :]} in this schema"
     if problem.startswith("Resource "):

@@ -10,21 +10,34 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_marks
-from chitu.grammars.schema import enforceable
-from chitu.protocol import ToolCalls, ToolFields
+from chitu.grammars.raw_text import is_raw_text, types_of
+from chitu.grammars.schema import enforceable, standalone
+from chitu.grammars.tagged_fields import FieldRules
+from chitu.protocol import ToolCalls
 
-MAX_REFERENCES = 8
-"""References within a schema that lead to a type."""
+__all__ = ["OTHER_ANSWER", "begins_as_json", "is_raw_text", "json_value", "tool_calls_lark", "types_of"]
+OTHER_ANSWER = "other_answer"
+"""Name of the grammar of an answer without calls that is in Lark itself."""
+_ARGUMENTS = "\x00"
 
 
-def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
+def tool_calls_lark(
+    calls: ToolCalls,
+    added_tokens: Mapping[str, int],
+    json_options: Mapping[str, Any],
+    answer: str = "",
+    places: list[tuple[str, str]] | None = None,
+) -> str:
     """Return the grammar. `added_tokens`: ids by name. `json_options`: llguidance's options, which override those in
-    the schemas. Raise InvalidRequest if a call does not begin with the trigger."""
+    the schemas. `answer`: the rule of an answer without calls, if the calls have one. `places` gets terminals,
+    each with the index of its call and the place within its schema. Raise InvalidRequest if a call does not begin with
+    the trigger, or for a schema that cannot be enforced, with its place."""
     if not calls.calls or not calls.trigger:
         raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
     token = added_tokens.get(calls.trigger)
     trigger = with_marks(calls.trigger, added_tokens) if token is None else f"<[{token}]>"
-    rules = []
+    is_json = bool(answer) and begins_as_json(calls, added_tokens)
+    rules: list[str] = []
     for i, call in enumerate(calls.calls):
         ahead = calls.trigger + calls.open
         if not call.begin.startswith(ahead):
@@ -32,15 +45,23 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
         begin = with_marks(call.begin.removeprefix(ahead), added_tokens)
         if call.index_end:
             begin += f" INDEX {with_marks(call.index_end, added_tokens)}"
+        end = with_marks(call.end, added_tokens)
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
-        if call.fields is not None and isinstance(schema, dict):
-            end = with_marks(call.end, added_tokens)
-            rules += _fields_lark(f"call_{i}", begin, enforceable(schema), call.fields, end, json_options, added_tokens)
-            continue
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        text = json.dumps({**enforceable(schema), "x-guidance": dict(json_options)})
-        rules.append(f"call_{i}: {begin} %json {text} {with_marks(call.end, added_tokens)}")
+        if call.fields is not None:
+            fields = FieldRules(f"call_{i}", schema, call.fields, json_options, added_tokens)
+            try:
+                rules += fields.lark(begin, end)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, f"{i}{error.param or ''}") from None
+            if places is not None:
+                places += [(f"{i}{path}", body) for path, body in fields.places]
+            continue
+        schema = enforceable(schema)
+        if is_json:
+            schema, begin, end = _whole_call(call.begin, call.end, schema), "", ""
+        rules.append(f"call_{i}: {begin} {json_value(schema, json_options)} {end}")
     if any(call.index_end for call in calls.calls):
         rules.append("INDEX: /[0-9]{1,6}/")
     has_texts = any(call.fields is not None and not call.fields.separator for call in calls.calls)
@@ -53,9 +74,13 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
         more = f" ({separator} one_call)*" if calls.is_parallel else ""
         opened = f"{with_marks(calls.open, added_tokens)} " if calls.open else ""
         call_of_any = f"{opened}one_call{more} {with_marks(calls.close, added_tokens)}"
-    rules += [f"call: {call_of_any}", f"one: {trigger} call"]
-    if calls.is_required:
+    rules += [f"call: {call_of_any}", f"one: {'' if is_json else trigger} call"]
+    if calls.is_required or answer:
         start = f"one ({separator} one)*" if calls.is_parallel and not calls.close else "one"
+        if answer:
+            head = f"{with_marks(calls.text_begin, added_tokens)} " if calls.text_begin else ""
+            start += f" | {head}{answer.partition(':')[0]}"
+            rules.append(answer)
     elif calls.text_begin:
         start = f"one | {with_marks(calls.text_begin, added_tokens)} TEXT"
     elif calls.is_leading:
@@ -68,86 +93,24 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     return "%llguidance {}\n" + "\n".join([f"start: {start}", *rules]) + "\n"
 
 
-def _fields_lark(
-    rule: str,
-    begin: str,
-    schema: dict[str, Any],
-    fields: ToolFields,
-    end: str,
-    json_options: Mapping[str, Any],
-    added_tokens: Mapping[str, int],
-) -> list[str]:
-    """Return the rules of a call whose arguments are tagged texts: those of the schema's properties, in their order. A
-    tool without properties has arguments of any name, unless its schema permits no others."""
-    text, name, separator = f"{rule}_text", f"{rule.upper()}_NAME", fields.separator
-    options = {"x-guidance": dict(json_options)}
-    is_closed = schema.get("additionalProperties") is False
-    if separator:
-        rules = [f"{text}: %json {json.dumps(options)}"]
-    else:
-        rules = text_up_to(fields.end, added_tokens, text)
-    behind, parts = with_marks(fields.end, added_tokens), []
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = schema.get("required") or ()
-    for i, (key, given) in enumerate((schema.get("properties") or {}).items()):
-        head, value = with_marks(fields.begin + key + fields.middle, added_tokens), f"{rule}_{i}"
-        words = given.get("enum") if isinstance(given, dict) and not separator else None
-        if words and all(isinstance(word, str) for word in words):
-            rules.append(f"{value}: {head} ({' | '.join(quoted(word) for word in words)}) {behind}")
-        elif is_raw_text(given, schema) and not separator:
-            rules.append(f"{value}: {head} {text}")
-        else:
-            if fields.json_middle:
-                head = with_marks(fields.begin + key + fields.json_middle, added_tokens)
-            told = json.dumps({**(given if isinstance(given, dict) else {}), **shared, **options})
-            rules.append(f"{value}: {head} %json {told} {behind}")
-        parts.append(value if key in required else f"{value}?")
-    if separator and parts:
-        rules += _separated(rule, parts, quoted(separator))
-        parts = [f"{rule}_first_0"]
-    elif not parts and not is_closed:
-        rules.append(f"{name}: /[A-Za-z0-9_.-]+/")
-        ahead, middle = with_marks(fields.begin, added_tokens), with_marks(fields.middle, added_tokens)
-        rules.append(f"{rule}_any: {ahead} {name} {middle} {text}")
-        several = f"({rule}_any ({quoted(separator)} {rule}_any)*)?" if separator else f"{rule}_any*"
-        parts.append(several)
-    return [*rules, f"{rule}: {' '.join([begin, *parts, end])}"]
+def begins_as_json(calls: ToolCalls, added_tokens: Mapping[str, int]) -> bool:
+    """Return whether a call is a JSON object, which an answer in JSON may begin like."""
+    return calls.trigger == "{" and calls.trigger not in added_tokens and not calls.close
 
 
-def _separated(rule: str, parts: list[str], separator: str) -> list[str]:
-    """Return rules of `parts` in their order (`?` behind one that may be missing) with a separator between them."""
-    last = len(parts)
-    rules = [f'{rule}_first_{last}: ""', f'{rule}_more_{last}: ""']
-    for i, part in enumerate(parts):
-        value, more = part.removesuffix("?"), f"{rule}_more_{i + 1}"
-        is_optional = part != value
-        rules.append(f"{rule}_first_{i}: {value} {more}" + (f" | {rule}_first_{i + 1}" if is_optional else ""))
-        rules.append(f"{rule}_more_{i}: ({separator} {value}){'?' if is_optional else ''} {more}")
-    return rules
+def json_value(schema: dict[str, Any], json_options: Mapping[str, Any]) -> str:
+    """Return a JSON value of an enforceable schema, as a part of a rule."""
+    return f"%json {json.dumps({**schema, 'x-guidance': dict(json_options)})}"
 
 
-def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:
-    """Return the types that a schema within `root` names; empty: it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or () if references else ():
-            types |= types_of(each, root, references - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and references:
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        types |= types_of(found, root, references - 1)
-    if not types:
-        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-        types = {"string" if isinstance(value, str) else "other" for value in values}
-    return types
-
-
-def is_raw_text(schema: Any, root: Any) -> bool:
-    """Return whether a tagged value is a string, of which the text is all, and not JSON."""
-    types = types_of(schema, root)
-    return not types or "string" in types
+def _whole_call(begin: str, end: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the object that a call is. The engine tells two objects apart only if both are JSON."""
+    arguments = standalone(schema, schema)
+    shared = arguments.pop("$defs", {})
+    try:
+        keys = json.loads(f"{begin}{json.dumps(_ARGUMENTS)}{end}")
+    except ValueError as error:
+        raise InvalidRequest(f"tool_calls: {begin[:40]!r} does not begin a JSON object") from error
+    properties = {key: arguments if value == _ARGUMENTS else {"const": value} for key, value in keys.items()}
+    made = {"type": "object", "properties": properties, "required": [*keys], "additionalProperties": False}
+    return {**made, "$defs": shared} if shared else made

@@ -96,5 +96,8 @@ class ToolCalls(Wire, frozen=True):
     trigger is only at the beginning of the first call."""
     text_begin: str = ""
     """If not empty, an answer is calls (or one), or free text with this ahead of it. Only if not `is_leading`."""
+    answer: Grammar | None = None
+    """What an answer without calls follows, of any other kind; such an answer has no calls in it, and calls stand alone
+    as if they were required. None: it is free text. Only if not `is_required`."""
     open: str = ""
     """Of a section: text between the trigger and its first call. Each `ToolCall.begin` has it, too."""

@@ -184,7 +184,8 @@ def test_a_strict_tool_is_obeyed_or_refused_by_its_name(tmp_path: Path) -> None:
         ({"tools": [TOOL, strict]}, place, "not cannot be enforced ('g' is strict)"),
         ({"tools": [TOOL, odd], "tool_choice": "required"}, place, "(tool_choice enforces calls of 'g')"),
         ({"tools": [TOOL, odd], "tool_choice": {"type": "function", "function": {"name": "g"}}}, place, "of 'g')"),
-        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "both define"),
+        ({"tools": [TOOL], "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both define"),
+        ({"tools": [TOOL], "guided_regex": "("}, "guided_regex", "an answer without calls follows it"),
         (
             {"tools": [TOOL, {**strict, "function": {**strict["function"], "parameters": {"type": "array"}}}]},
             None,

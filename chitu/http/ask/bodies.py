@@ -255,7 +255,11 @@ class GenerationBody(Body, kw_only=True):
     ] = None
     ignore_eos: Annotated[bool | None, note("not if the answer follows a grammar")] = None
     response_format: Annotated[
-        ResponseFormat | None, note("the format of the answer, like `structured_outputs` and each `guided_` field")
+        ResponseFormat | None,
+        note(
+            "the format of the answer, like `structured_outputs` and each `guided_` field. Beside `tools`, the answer is "
+            "a call or follows it"
+        ),
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, note("with one of its fields")] = None
     guided_json: Annotated[_Schema, note("as `structured_outputs.json`")] = msgspec.UNSET
@@ -443,8 +447,8 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     strict: Annotated[
         bool | None,
         note(
-            "true: arguments of a call that the model chooses to make follow `parameters`, too; not together with "
-            "`response_format` and the like. Arguments of an enforced call always follow them"
+            "true: arguments of a call that the model chooses to make follow `parameters`, too. Arguments of an "
+            "enforced call always follow them"
         ),
     ] = None
     cache_control: Uncached = msgspec.UNSET

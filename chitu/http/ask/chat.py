@@ -182,10 +182,12 @@ def _constrained(
     prompt (`is_part`). A tool that is not strict accepts any object. Empty if calls are not constrained."""
     if not is_part and not any(tool.function.strict for tool in given):
         return []
-    return [
-        tool if own.function.strict else {"function": {"name": own.function.name}}
-        for own, tool in zip(given, callable_, strict=True)
-    ]
+    return [tool if own.function.strict else of_any_arguments(tool) for own, tool in zip(given, callable_, strict=True)]
+
+
+def of_any_arguments(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose calls may have any object for arguments."""
+    return {"function": {"name": tool["function"]["name"]}}
 
 
 def end_of_prompt(begins: bool | None, continues: bool | None) -> tuple[bool, bool]:

@@ -1,7 +1,8 @@
 """The grammar that a body asks for. Pure; part of `BodyWork`.
 
-`response_format`, `structured_outputs` and `guided_*` express the same, so a request may give one of them. Compilation
-checks the grammar's text (`grammars/compiler.py`). Every error names its field.
+`response_format`, `structured_outputs` and `guided_*` express the same, so a request may give one of them. Beside
+tools it holds for an answer that makes no call. Compilation checks the grammar's text (`grammars/compiler.py`). Every
+error names its field.
 """
 
 from __future__ import annotations
@@ -18,8 +19,19 @@ _NOT_GUIDED = (msgspec.UNSET, None, None, None)
 
 def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
     """Return the grammar of the answer and the name of its field; None if the answer is free. `calls`: grammar and
-    field of tool calls. Raise InvalidRequest for two grammars, and for one that cannot be served."""
-    found = [] if calls is None else [calls]
+    field of tool calls, which has the body's own in it. Raise InvalidRequest for two formats of an answer, and for one
+    that cannot be served."""
+    found = format_of(body) if calls is None else calls
+    if found is not None and body.ignore_eos:
+        raise InvalidRequest(
+            f"ignore_eos cannot be combined with {found[1]}, which determines where the answer ends", "ignore_eos"
+        )
+    return found
+
+
+def format_of(body: GenerationBody) -> tuple[Grammar, str] | None:
+    """Return the grammar of an answer that is no call, and the name of its field; None if it is free."""
+    found = []
     if body.response_format is not None:
         found += _of_format(body.response_format)
     if body.structured_outputs is not None:
@@ -33,16 +45,10 @@ def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -
     if guided != _NOT_GUIDED:
         json, regex, choice, grammar = guided
         found += _of_outputs(StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar), "guided_")
-    if not found:
-        return None
-    param = found[0][1]
     if len(found) > 1:
-        raise InvalidRequest(f"{found[1][1]} and {param} both define the format of the answer; give one", found[1][1])
-    if body.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos cannot be combined with {param}, which determines where the answer ends", "ignore_eos"
-        )
-    return found[0]
+        (_, param), (_, other) = found[:2]
+        raise InvalidRequest(f"{other} and {param} both define the format of the answer; give one", other)
+    return found[0] if found else None
 
 
 def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:

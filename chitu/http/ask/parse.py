@@ -6,7 +6,7 @@ client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,10 +19,12 @@ from chitu.http.ask.chat import (
     chat_messages,
     chosen_tools,
     end_of_prompt,
+    of_any_arguments,
     reasoning_variables,
     template_variables,
     thinking_variables,
 )
+from chitu.http.ask.grammar_fields import format_of
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
 from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, AskedAnswer, Rules
@@ -62,7 +64,7 @@ class BodyParser:
         """Parse a chat that was made of another body, whose answer always has its usage. `caps`: see `chat`."""
         names = translation.names
         try:
-            parsed = self.chat(translation.chat, context, warnings, caps, translation.enforced)
+            parsed = self.chat(translation.chat, context, warnings, caps, translation.enforced, names.of)
         except InvalidRequest as error:
             raise names.renamed(error) from None
         if parsed.grammar_param is not None:
@@ -98,16 +100,26 @@ class BodyParser:
         warnings: list[str],
         caps: bool = False,
         enforced: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        own_name: Callable[[str], str] = str,
     ) -> ParsedRequest:
         """`caps`: more tokens than the rest of the context are no error, but cut to it. `enforced`: see
-        `Translation`."""
+        `Translation`. `own_name` returns the name that a field of the chat has in the body."""
         text, variables, tools, adapter = self.rendered(body, warnings)
         plan, calls, schemas = self.model.message_plan(body, text, tools.callable), None, []
+        given = format_of(body) if tools.offered and plan is not None and plan.calls is not None else None
+        if given is not None and tools.is_required:
+            warnings.append(f"{own_name(given[1])}: no effect, since tool_choice has the answer be a call")
+            given = None
+        if given is not None and not tools.enforced:
+            tools = tools._replace(enforced=[of_any_arguments(tool) for tool in tools.callable or ()])
         if tools.enforced and plan is not None and plan.calls is not None:
             schemas = _call_schemas(body.tools or (), tools)
             followed = [_as_enforced(tool, enforced) for tool in tools.enforced]
             params = [schema.param for schema in schemas]
-            calls = grammar_of_calls(plan.calls, followed, params, plan.is_parallel, tools.is_required)
+            answer = given[0] if given is not None else None
+            calls = grammar_of_calls(plan.calls, followed, params, plan.is_parallel, tools.is_required, answer)
+            if given is not None:
+                schemas.append(CallSchema(given[1], "an answer without calls follows it"))
             plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
         if variables.get("enable_thinking") is False or body.continue_final_message:

@@ -180,11 +180,12 @@ def grammar_of_calls(
     params: Sequence[str],
     is_parallel: bool,
     is_required: bool,
+    answer: Grammar | None = None,
 ) -> Grammar:
     """Return the grammar of calls of `tools` (as the chat template takes them) in the format that the parser reads.
-    `params`: names of the fields of their parameters.
-    `is_parallel` permits several calls if the format does. Unless `is_required`, calls are optional, in free text.
-    Raise InvalidRequest for parameters that are not an object, or too long a schema."""
+    `params`: names of the fields of their parameters. `is_parallel` permits several calls if the format does. Unless
+    `is_required`, calls are optional: in free text, or in place of an `answer` that follows a grammar. Raise
+    InvalidRequest for parameters that are not an object, or too long a schema."""
     calls = []
     for tool, param in zip(tools, params, strict=True):
         function = tool["function"]
@@ -196,16 +197,19 @@ def grammar_of_calls(
         begin, end = parser.written(function["name"])
         index_end = parser.behind_index(function["name"])
         calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields, index_end))
-    several = is_parallel and (parser.separator is not None or not (is_required or parser.text_begin))
+    are_alone = is_required or bool(parser.text_begin) or answer is not None
+    several = is_parallel and (parser.separator is not None or not are_alone)
     is_leading = parser.is_leading and not is_required
     close = (parser.section_end or parser.end_mark) if parser.has_section else ""
     record = ToolCalls(
         *(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading, close),
-        *(parser.text_begin, parser.section_begin if parser.has_section else ""),
+        *(parser.text_begin, answer, parser.section_begin if parser.has_section else ""),
     )
     text = msgspec.json.encode(record).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
+        format_ = " with the format of the answer" if answer is not None else ""
         raise InvalidRequest(
-            f"tools: {len(text)} characters of JSON; a call can be enforced of at most {MAX_GRAMMAR_CHARS}", "tools"
+            f"tools: {len(text)} characters of JSON{format_}; a call can be enforced of at most {MAX_GRAMMAR_CHARS}",
+            "tools",
         )
     return Grammar("tool_calls", text)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from chitu.grammars.tagged_fields import argument_schema
 from chitu.grammars.tool_calls import is_raw_text, types_of
 from chitu.http.messages.call_objects import Call, Piece, json_text, mended
 from chitu.http.messages.headed_calls import HeadedParser
@@ -152,10 +153,9 @@ class TaggedParser(HeadedParser):
     def _written(self, values: Mapping[str, str]) -> str:
         """Return arguments as JSON."""
         parameters = self._schemas.get(self._name) or {}
-        known = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        schemas = known if isinstance(known, Mapping) else {}
         members = [
-            f"{json_text(name)}: {value_of(text, schemas.get(name), parameters)}" for name, text in values.items()
+            f"{json_text(name)}: {value_of(text, argument_schema(name, parameters), parameters)}"
+            for name, text in values.items()
         ]
         return f"{{{', '.join(members)}}}"
 

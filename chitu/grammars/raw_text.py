@@ -1,0 +1,247 @@
+"""What a schema allows of a string, as terminals of llguidance's Lark: tagged calls have strings as raw text. Pure.
+
+The text that ends a value is not in it, unless the string is free. Bounds of its length make counters, whose states the
+engine keeps, so long texts are counted in pieces: the engine then has the states of one piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from chitu.errors import InvalidRequest
+from chitu.grammars.marks import quoted
+from chitu.grammars.patterns import FORMATS, searched, terminal
+from chitu.grammars.schema import ONE_OF, missing_target, target_of
+
+MAX_REFERENCES = 8
+"""References within a schema that lead to a type."""
+MAX_ALTERNATIVES = 64
+"""Kinds of text that one string may be."""
+COUNTED_CHARS = 300
+"""Longest string whose characters are counted one by one."""
+PIECE_CHARS = 128
+"""Characters of a piece of a longer one."""
+_NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
+"""Keywords that are not enforced, of those that constrain any value."""
+
+
+class Text(NamedTuple):
+    """One kind of text that a string may be."""
+
+    words: tuple[str, ...] | None = None
+    """All that it may be; None: anything."""
+    terminals: tuple[str, ...] = ()
+    """Terminals of Lark that it matches, all of them."""
+    least: int = 0
+    most: int | None = None
+    """Bounds of its length."""
+    is_null: bool = False
+    """It is JSON's null."""
+
+    def both(self, other: Text) -> Text | None:
+        """Return what is of both kinds; None: nothing is."""
+        if self.is_null is not other.is_null:
+            return None
+        words = self.words
+        if words is None or other.words is None:
+            words = other.words if words is None else words
+        else:
+            words = tuple(word for word in words if word in other.words)
+        least, most = (
+            max(self.least, other.least),
+            min((m for m in (self.most, other.most) if m is not None), default=None),
+        )
+        if words is not None:
+            words = tuple(word for word in words if least <= len(word) and (most is None or len(word) <= most))
+        if words == () or (most is not None and least > most):
+            return None
+        return Text(words, tuple(dict.fromkeys((*self.terminals, *other.terminals))), least, most, self.is_null)
+
+
+NULL = Text(is_null=True)
+
+
+def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> list[Text]:
+    """Return the kinds of text, and null, that a schema within `root` allows; empty: no string. Raise InvalidRequest
+    with the place for what cannot be enforced of a text. `path`: the schema's own place."""
+    if not isinstance(schema, Mapping):
+        return [] if schema is False else [Text(), NULL]
+    for key in _NEVER:
+        if key in schema:
+            raise InvalidRequest(f"{key} cannot be enforced", f"{path}.{key}")
+    given = schema.get("type")
+    types = ("string", "null") if given is None else (given,) if isinstance(given, str) else tuple(given)
+    own = Text(least=schema.get("minLength", 0), most=schema.get("maxLength"))
+    regexes = [FORMATS[schema["format"]]] if "format" in schema else []
+    if "pattern" in schema:
+        try:
+            regexes.append(searched(schema["pattern"]))
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"pattern: {error}", f"{path}.pattern") from None
+    own = own._replace(terminals=tuple(map(terminal, regexes)))
+    found = [kind for kind, name in ((own, "string"), (NULL, "null")) if name in types]
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if values is not None:
+            words = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
+            found = _of_both(found, [Text(words)] * bool(words) + [NULL] * (None in values), path)
+    if (reference := schema.get("$ref")) is not None:
+        if reference in seen:
+            raise InvalidRequest("$ref: it refers to itself", f"{path}.$ref")
+        target = target_of(reference, root)
+        if target is None:
+            raise InvalidRequest(missing_target(reference), f"{path}.$ref")
+        found = _of_both(found, texts_of(target, root, reference[1:].replace("/", "."), (*seen, reference)), path)
+    for i, each in enumerate(schema.get("allOf") or ()):
+        found = _of_both(found, texts_of(each, root, f"{path}.allOf[{i}]", seen), path)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            each_of = [texts_of(each, root, f"{path}.{key}[{i}]", seen) for i, each in enumerate(schema[key])]
+            if key == "oneOf" and not _are_apart(each_of):
+                raise InvalidRequest(ONE_OF, f"{path}.oneOf")
+            found = _of_both(found, [text for texts in each_of for text in texts], path)
+    return found
+
+
+def _of_both(left: Sequence[Text], right: Sequence[Text], path: str) -> list[Text]:
+    made = [both for one, other in itertools.product(left, right) if (both := one.both(other)) is not None]
+    made = list(dict.fromkeys(made))
+    if len(made) > MAX_ALTERNATIVES:
+        raise InvalidRequest(f"more than {MAX_ALTERNATIVES} kinds of text", path)
+    return made
+
+
+def _are_apart(each_of: Sequence[Sequence[Text]]) -> bool:
+    """Return whether no text is of two of these."""
+    return not any(
+        one.both(other) is not None
+        for left, right in itertools.combinations(each_of, 2)
+        for one, other in itertools.product(left, right)
+    )
+
+
+class RawText:
+    """Rules of the raw texts of one grammar, each with `end` behind it."""
+
+    def __init__(self, prefix: str, end: str) -> None:
+        self.rules: list[str] = []
+        self.places: list[tuple[str, str]] = []
+        """Terminals, each with the place of its schema."""
+        self._prefix, self._end = prefix, end
+        self._names: dict[str, str] = {}
+        bare = end.lstrip()
+        self._space = end[: len(end) - len(bare)]
+        self._mark, self._behind = _character(bare[0]), _character(bare[1]) if len(bare) > 1 else ""
+
+    def free(self) -> str:
+        """Return the rule of any text up to the end."""
+        return self._rule(f"/(.|\\n)*/ {quoted(self._end)}", is_lazy=True)
+
+    def rule_of(self, text: Text, path: str) -> str:
+        """Return what the text and its end are, as a part of a rule. Raise InvalidRequest for bounds that cannot be
+        enforced."""
+        end = quoted(self._end)
+        if text.is_null:
+            return quoted(f"null{self._end}")
+        if text.words is not None:
+            if not text.terminals:
+                return f"({' | '.join(quoted(word + self._end) for word in text.words)})"
+            words = " | ".join(map(quoted, text.words))
+            return self._terminal(f"(({words}) & {' & '.join(text.terminals)}) {end}", path)
+        if text.terminals and (text.least or text.most is not None):
+            # Lengths and the end in one expression would take the engine too long, so `</` is in no such text.
+            unit = (
+                f"(?:[^{self._mark}]|{self._mark}[^{self._mark}{self._behind}])*"
+                if self._behind
+                else f"[^{self._mark}]*"
+            )
+            bounds = _any(text.least, text.most)
+            return self._terminal(f"({' & '.join(text.terminals)} & {bounds} & /{unit}/) {end}", path)
+        if text.terminals or (text.least and text.most is None):
+            body = " & ".join(text.terminals) or _any(text.least, None)
+            return self._terminal(f"(({body}) {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)", path)
+        if text.most is not None:
+            return self._counted(text.least, text.most, path)
+        return self.free()
+
+    def _counted(self, least: int, most: int, path: str) -> str:
+        end = quoted(self._end)
+        if most <= COUNTED_CHARS:
+            return self._rule(f"{self._first(least)}{_any(0, most - least)} {end}", is_lazy=True)
+        if least >= PIECE_CHARS:
+            raise InvalidRequest(
+                f"minLength of {least} cannot be enforced beside a maxLength of {most}", f"{path}.minLength"
+            )
+        # A piece ends where the end has not begun, so it may have some characters more.
+        longest = PIECE_CHARS + len(self._end) - 1
+        count, rest = divmod(most - (PIECE_CHARS - 1), longest)
+        differs = "|".join(
+            f"{''.join(map(_character, self._end[:i]))}[^{_character(self._end[0])}{_character(self._end[i])}]"
+            for i in range(len(self._end))
+        )
+        behind = f"/(?:{differs})/"
+        piece = self._rule(f"{_any(PIECE_CHARS - 1, PIECE_CHARS - 1)} {behind}", is_lazy=False)
+        last = self._rule(f"{_any(0, PIECE_CHARS - 1)} {end}", is_lazy=True)
+        very_last = self._rule(f"{_any(0, PIECE_CHARS - 1 + rest)} {end}", is_lazy=True)
+        if not least:
+            return f"({piece}{{0,{count - 1}}} {last} | {piece}{{{count}}} {very_last})"
+        head, left = self._first(least), PIECE_CHARS - 1 - least
+        first = self._rule(f"{head}{_any(left, left)} {behind}", is_lazy=False)
+        only = self._rule(f"{head}{_any(0, left)} {end}", is_lazy=True)
+        more = f" | {first} {piece}{{0,{count - 2}}} {last}" if count > 1 else ""
+        return f"({only}{more} | {first} {piece}{{{count - 1}}} {very_last})"
+
+    def _first(self, least: int) -> str:
+        """Return the first characters of a text of at least so many: in them, the end cannot have begun."""
+        if not least:
+            return ""
+        spaces = "".join(map(_character, dict.fromkeys(self._space)))
+        return f"/[^{self._mark}]{{{least - 1}}}[^{self._mark}{spaces}]/ "
+
+    def _terminal(self, body: str, path: str) -> str:
+        name = self._rule(body, is_lazy=False)
+        self.places.append((path, body))
+        return name
+
+    def _rule(self, body: str, is_lazy: bool) -> str:
+        """Return the name of the rule that is this; equal ones are one."""
+        name = self._names.get(f"{is_lazy}{body}")
+        if name is None:
+            number = len(self._names)
+            name = f"{self._prefix}_t{number}" if is_lazy else f"{self._prefix}_T{number}".upper()
+            self._names[f"{is_lazy}{body}"] = name
+            self.rules.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
+        return name
+
+
+def _any(least: int, most: int | None) -> str:
+    return f"/(?s:.{{{least},{'' if most is None else most}}})/"
+
+
+def _character(character: str) -> str:
+    """Return a character as it stands in a class, and outside of one."""
+    return rf"\x{{{ord(character):x}}}"
+
+
+def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:
+    """Return the types that a schema within `root` names; empty: it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or () if references else ():
+            types |= types_of(each, root, references - 1)
+    if references:
+        types |= types_of(target_of(schema.get("$ref"), root), root, references - 1)
+    if not types:
+        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+        types = {"string" if isinstance(value, str) else "other" for value in values}
+    return types
+
+
+def is_raw_text(schema: Any, root: Any) -> bool:
+    """Return whether a tagged value is a string, of which the text is all, and not JSON."""
+    types = types_of(schema, root)
+    return not types or "string" in types
