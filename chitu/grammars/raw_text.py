@@ -19,10 +19,12 @@ MAX_REFERENCES = 8
 """References within a schema that lead to a type."""
 MAX_ALTERNATIVES = 64
 """Kinds of text that one string may be."""
-COUNTED_CHARS = 300
+COUNTED_CHARS = 600
 """Longest string whose characters are counted one by one."""
-PIECE_CHARS = 128
+PIECE_CHARS = 256
 """Characters of a piece of a longer one."""
+MAX_RUN = 8
+"""Most equal characters, such as line ends, at the end of a piece."""
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 """Keywords that are not enforced, of those that constrain any value."""
 
@@ -131,8 +133,11 @@ class RawText:
         self._prefix, self._end = prefix, end
         self._names: dict[str, str] = {}
         bare = end.lstrip()
-        self._space = end[: len(end) - len(bare)]
-        self._mark, self._behind = _character(bare[0]), _character(bare[1]) if len(bare) > 1 else ""
+        mark, behind = (_character(character) for character in f"{bare} "[:2])
+        self._no_end = f"(?:[^{mark}]|{mark}[^{mark}{behind}])*"
+        """Expression of texts in which no tag begins as the end does."""
+        self._before_end = "".join(map(_character, dict.fromkeys(end[: len(end) - len(bare) + 1])))
+        """The characters up to the first one of that tag."""
 
     def free(self) -> str:
         """Return the rule of any text up to the end."""
@@ -150,17 +155,12 @@ class RawText:
             words = " | ".join(map(quoted, text.words))
             return self._terminal(f"(({words}) & {' & '.join(text.terminals)}) {end}", path)
         if text.terminals and (text.least or text.most is not None):
-            # Lengths and the end in one expression would take the engine too long, so `</` is in no such text.
-            unit = (
-                f"(?:[^{self._mark}]|{self._mark}[^{self._mark}{self._behind}])*"
-                if self._behind
-                else f"[^{self._mark}]*"
-            )
-            bounds = _any(text.least, text.most)
-            return self._terminal(f"({' & '.join(text.terminals)} & {bounds} & /{unit}/) {end}", path)
+            # Lengths and the whole end in one expression would take the engine too long.
+            body = " & ".join((*text.terminals, _any(text.least, text.most), f"/{self._no_end}/"))
+            return self._terminal(f"({body}) {end}", path)
         if text.terminals or (text.least and text.most is None):
             body = " & ".join(text.terminals) or _any(text.least, None)
-            return self._terminal(f"(({body}) {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)", path)
+            return self._terminal(f"({body} & ~(/(?s:.*)/ {quoted(self._end.strip())} /(?s:.*)/)) {end}", path)
         if text.most is not None:
             return self._counted(text.least, text.most, path)
         return self.free()
@@ -173,31 +173,39 @@ class RawText:
             raise InvalidRequest(
                 f"minLength of {least} cannot be enforced beside a maxLength of {most}", f"{path}.minLength"
             )
-        # A piece ends where the end has not begun, so it may have some characters more.
-        longest = PIECE_CHARS + len(self._end) - 1
-        count, rest = divmod(most - (PIECE_CHARS - 1), longest)
-        differs = "|".join(
-            f"{''.join(map(_character, self._end[:i]))}[^{_character(self._end[0])}{_character(self._end[i])}]"
-            for i in range(len(self._end))
-        )
-        behind = f"/(?:{differs})/"
-        piece = self._rule(f"{_any(PIECE_CHARS - 1, PIECE_CHARS - 1)} {behind}", is_lazy=False)
-        last = self._rule(f"{_any(0, PIECE_CHARS - 1)} {end}", is_lazy=True)
-        very_last = self._rule(f"{_any(0, PIECE_CHARS - 1 + rest)} {end}", is_lazy=True)
+        # A piece ends where the end has not begun, so it may have some characters more. Its last ones may be as the
+        # first of the end, which then are the last of the text or not.
+        begun, *more = map(_character, self._end)
+        run = f"{begun}{{1,{MAX_RUN}}}"
+        count, rest = divmod(most - (PIECE_CHARS - 1 + MAX_RUN), PIECE_CHARS - 1 + MAX_RUN + len(more))
+
+        def other(least: int) -> str:
+            """Return what is as the end, but not all of it; behind its first character are `least` or more of it."""
+            differs = "|".join(f"{''.join(more[:i])}[^{begun}{more[i]}]" for i in range(least, len(more)))
+            return f"(?:{differs})"
+
+        def piece(head: str, left: int) -> str:
+            ends = [f"(?s:.{{{left}}})(?:[^{begun}]|{run}{other(0)})"]
+            ends += [f"(?s:.{{{left - i}}}){begun}{other(i)}" for i in range(1, min(len(more), left))]
+            return self._rule(f"{head}/{'|'.join(ends)}/", is_lazy=False)
+
+        def last(head: str, left: int) -> str:
+            return self._rule(f"{head}({_any(0, left)} | {_any(left, left)} /{run}/) {end}", is_lazy=True)
+
+        any_piece, left = piece("", PIECE_CHARS - 1), PIECE_CHARS - 1
+        any_last, very_last = last("", left), last("", left + rest)
         if not least:
-            return f"({piece}{{0,{count - 1}}} {last} | {piece}{{{count}}} {very_last})"
-        head, left = self._first(least), PIECE_CHARS - 1 - least
-        first = self._rule(f"{head}{_any(left, left)} {behind}", is_lazy=False)
-        only = self._rule(f"{head}{_any(0, left)} {end}", is_lazy=True)
-        more = f" | {first} {piece}{{0,{count - 2}}} {last}" if count > 1 else ""
-        return f"({only}{more} | {first} {piece}{{{count - 1}}} {very_last})"
+            return f"({_times(any_piece, 0, count - 1)} {any_last} | {_times(any_piece, count, count)} {very_last})"
+        head = self._first(least)
+        first, only = piece(head, left - least), last(head, left - least)
+        some = f" | {first} {_times(any_piece, 0, count - 2)} {any_last}" if count > 1 else ""
+        return f"({only}{some} | {first} {_times(any_piece, count - 1, count - 1)} {very_last})"
 
     def _first(self, least: int) -> str:
         """Return the first characters of a text of at least so many: in them, the end cannot have begun."""
         if not least:
             return ""
-        spaces = "".join(map(_character, dict.fromkeys(self._space)))
-        return f"/[^{self._mark}]{{{least - 1}}}[^{self._mark}{spaces}]/ "
+        return f"({_any(least, least)} & /{self._no_end}[^{self._before_end}]/) "
 
     def _terminal(self, body: str, path: str) -> str:
         name = self._rule(body, is_lazy=False)
@@ -217,6 +225,10 @@ class RawText:
 
 def _any(least: int, most: int | None) -> str:
     return f"/(?s:.{{{least},{'' if most is None else most}}})/"
+
+
+def _times(rule: str, least: int, most: int) -> str:
+    return f"{rule}{{{least},{most}}}" if most else ""
 
 
 def _character(character: str) -> str:

@@ -30,7 +30,7 @@ _NEVER = (
 _OF_ALL = ("allOf", "anyOf", "oneOf")
 _NAME = "[A-Za-z0-9_.-]+"
 _WIDE_NAME = r"""[^\s<>"'=()\[\]{},]+"""
-"""Names that only a pattern has: without the characters that end a name in some format."""
+"""Names in tags: without the characters that end a name in some format."""
 
 
 class _Shape(NamedTuple):
@@ -292,7 +292,8 @@ class FieldRules:
         path = schemas[0][1] if schemas else ""
         if Text() in found:
             return self._texts.free()
-        return " | ".join(self._texts.rule_of(text, path) for text in dict.fromkeys(found))
+        parts = [self._texts.rule_of(text, path) for text in dict.fromkeys(found)]
+        return f"({' | '.join(parts)})" if parts else ""
 
     def _json(self, schemas: Sequence[tuple[Any, str]]) -> str:
         each = [schema for schema, _ in schemas if schema is not True]
@@ -314,7 +315,7 @@ class FieldRules:
         rest = [
             (shape.others, f"{shape.path}.additionalProperties") for shape in form.shapes if shape.others is not None
         ]
-        wide = terminal(_NAME if self._fields.separator else _WIDE_NAME)
+        name_of_any = terminal(_NAME if self._fields.separator else _WIDE_NAME)
         but = f" & ~({' | '.join(map(quoted, listed))})" if listed else ""
         kinds: list[tuple[str, list[tuple[Any, str]]]] = []
         for shape in with_patterns:
@@ -323,13 +324,13 @@ class FieldRules:
             for pattern, schema in shape.patterns.items():
                 others = "".join(f" & ~{regex}" for each, regex in regexes.items() if each != pattern)
                 place = f"{shape.path}.patternProperties.{pattern}"
-                kinds.append((f"{wide} & {regexes[pattern]}{others}", [(schema, place), *rest]))
+                kinds.append((f"{name_of_any} & {regexes[pattern]}{others}", [(schema, place), *rest]))
             if shape.others is not False:
                 none = "".join(f" & ~{regex}" for regex in regexes.values())
                 own = [(shape.others, f"{shape.path}.additionalProperties")] if shape.others is not None else []
-                kinds.append((f"{terminal(_NAME)}{none}", [*own, *rest]))
+                kinds.append((f"{name_of_any}{none}", [*own, *rest]))
         if not with_patterns:
-            kinds.append((terminal(_NAME), rest))
+            kinds.append((name_of_any, rest))
         made = []
         for name, schemas in kinds:
             head = f"{self._rule}_head_{len(self._rules)}".upper()
