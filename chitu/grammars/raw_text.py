@@ -7,7 +7,7 @@ engine keeps, so long texts are counted in pieces: the engine then has the state
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
@@ -15,8 +15,8 @@ from chitu.grammars.marks import quoted
 from chitu.grammars.patterns import FORMATS, searched, terminal
 from chitu.grammars.schema import ONE_OF, missing_target, target_of
 
-MAX_REFERENCES = 8
-"""References within a schema that lead to a type."""
+MAX_FOLLOWED = 500
+"""References that are followed for one value."""
 MAX_ALTERNATIVES = 64
 """Kinds of text that one string may be."""
 COUNTED_CHARS = 600
@@ -65,9 +65,28 @@ class Text(NamedTuple):
 NULL = Text(is_null=True)
 
 
-def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> list[Text]:
+class Trail:
+    """References that lead to a part of a schema. All of one value are counted, since each may lead to two more."""
+
+    def __init__(self, references: tuple[str, ...] = (), count: Iterator[int] | None = None) -> None:
+        self._references = references
+        self._count = count if count is not None else itertools.count(1)
+
+    def follow(self, reference: Any, root: Any, path: str) -> tuple[Any, str, Trail]:
+        """Return what a reference leads to, its place, and the trail there. Raise InvalidRequest if it leads to
+        nothing, or in a circle."""
+        target = target_of(reference, root)
+        if target is None:
+            raise InvalidRequest(missing_target(reference), f"{path}.$ref")
+        if reference in self._references or next(self._count) > MAX_FOLLOWED:
+            raise InvalidRequest("$ref: it refers to itself, or to too much", f"{path}.$ref")
+        return target, reference[1:].replace("/", "."), Trail((*self._references, reference), self._count)
+
+
+def texts_of(schema: Any, root: Any, path: str, trail: Trail | None = None) -> list[Text]:
     """Return the kinds of text, and null, that a schema within `root` allows; empty: no string. Raise InvalidRequest
     with the place for what cannot be enforced of a text. `path`: the schema's own place."""
+    trail = trail or Trail()
     if not isinstance(schema, Mapping):
         return [] if schema is False else [Text(), NULL]
     for key in _NEVER:
@@ -89,17 +108,13 @@ def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> l
             words = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
             found = _of_both(found, [Text(words)] * bool(words) + [NULL] * (None in values), path)
     if (reference := schema.get("$ref")) is not None:
-        if reference in seen:
-            raise InvalidRequest("$ref: it refers to itself", f"{path}.$ref")
-        target = target_of(reference, root)
-        if target is None:
-            raise InvalidRequest(missing_target(reference), f"{path}.$ref")
-        found = _of_both(found, texts_of(target, root, reference[1:].replace("/", "."), (*seen, reference)), path)
+        target, place, behind = trail.follow(reference, root, path)
+        found = _of_both(found, texts_of(target, root, place, behind), path)
     for i, each in enumerate(schema.get("allOf") or ()):
-        found = _of_both(found, texts_of(each, root, f"{path}.allOf[{i}]", seen), path)
+        found = _of_both(found, texts_of(each, root, f"{path}.allOf[{i}]", trail), path)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            each_of = [texts_of(each, root, f"{path}.{key}[{i}]", seen) for i, each in enumerate(schema[key])]
+            each_of = [texts_of(each, root, f"{path}.{key}[{i}]", trail) for i, each in enumerate(schema[key])]
             if key == "oneOf" and not _are_apart(each_of):
                 raise InvalidRequest(ONE_OF, f"{path}.oneOf")
             found = _of_both(found, [text for texts in each_of for text in texts], path)
@@ -107,20 +122,34 @@ def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> l
 
 
 def _of_both(left: Sequence[Text], right: Sequence[Text], path: str) -> list[Text]:
-    made = [both for one, other in itertools.product(left, right) if (both := one.both(other)) is not None]
-    made = list(dict.fromkeys(made))
+    left, right = _merged(left), _merged(right)
+    made = _merged([both for one, other in itertools.product(left, right) if (both := one.both(other)) is not None])
     if len(made) > MAX_ALTERNATIVES:
         raise InvalidRequest(f"more than {MAX_ALTERNATIVES} kinds of text", path)
     return made
 
 
+def _merged(texts: Sequence[Text]) -> list[Text]:
+    """Return equal kinds once, and all that are words alone as one."""
+    words = [word for text in texts if text.words and not text.terminals for word in text.words]
+    others = dict.fromkeys(text for text in texts if not text.words or text.terminals)
+    return [*([Text(tuple(dict.fromkeys(words)))] if words else []), *others]
+
+
 def _are_apart(each_of: Sequence[Sequence[Text]]) -> bool:
     """Return whether no text is of two of these."""
-    return not any(
-        one.both(other) is not None
-        for left, right in itertools.combinations(each_of, 2)
-        for one, other in itertools.product(left, right)
-    )
+    words: set[str] = set()
+    others: list[Text] = []
+    for texts in each_of:
+        own = {word for text in texts if text.words and not text.terminals for word in text.words}
+        rest = [text for text in texts if not text.words or text.terminals]
+        if not words.isdisjoint(own) or any(one.both(other) for one, other in itertools.product(rest, others)):
+            return False
+        words |= own
+        others += rest
+        if len(others) > MAX_ALTERNATIVES:
+            return False
+    return not words or not any(Text(tuple(words)).both(other) for other in others)
 
 
 class RawText:
@@ -236,17 +265,21 @@ def _character(character: str) -> str:
     return rf"\x{{{ord(character):x}}}"
 
 
-def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:
+def types_of(schema: Any, root: Any) -> set[str]:
     """Return the types that a schema within `root` names; empty: it names none."""
-    if not isinstance(schema, Mapping):
+    return _types_of(schema, root, set())
+
+
+def _types_of(schema: Any, root: Any, seen: set[int]) -> set[str]:
+    if not isinstance(schema, Mapping) or id(schema) in seen:
         return set()
+    seen.add(id(schema))
     given = schema.get("type")
     types = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or () if references else ():
-            types |= types_of(each, root, references - 1)
-    if references:
-        types |= types_of(target_of(schema.get("$ref"), root), root, references - 1)
+        for each in schema.get(key) or ():
+            types |= _types_of(each, root, seen)
+    types |= _types_of(target_of(schema.get("$ref"), root), root, seen)
     if not types:
         values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
         types = {"string" if isinstance(value, str) else "other" for value in values}

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import quoted
 from chitu.grammars.patterns import searched, terminal
-from chitu.grammars.raw_text import MAX_REFERENCES, RawText, Text, is_raw_text, texts_of, types_of
-from chitu.grammars.schema import ONE_OF, enforceable, missing_target, standalone, target_of
+from chitu.grammars.raw_text import RawText, Text, Trail, is_raw_text, texts_of, types_of
+from chitu.grammars.schema import ONE_OF, enforceable, standalone, target_of
 from chitu.protocol import ToolFields
 
 MAX_FORMS = 64
@@ -78,8 +78,9 @@ class _Form(NamedTuple):
         return [found for shape in self.shapes for found in shape.of(name)]
 
 
-def _forms(schema: Any, root: Any, path: str = "", seen: tuple[str, ...] = ()) -> list[_Form]:
+def _forms(schema: Any, root: Any, path: str = "", trail: Trail | None = None) -> list[_Form]:
     """Return the forms of an object that a schema allows; empty: none."""
+    trail = trail or Trail()
     if not isinstance(schema, Mapping):
         return [] if schema is False else [_Form()]
     for key in _NEVER:
@@ -107,18 +108,14 @@ def _forms(schema: Any, root: Any, path: str = "", seen: tuple[str, ...] = ()) -
                 found, [_form_of_value(each, f"{path}.{key}") for each in values if isinstance(each, dict)], path
             )
     if (reference := schema.get("$ref")) is not None:
-        target = target_of(reference, root)
-        if target is None or reference in seen:
-            why = missing_target(reference) if target is None else "$ref: it refers to itself"
-            raise InvalidRequest(why, f"{path}.$ref")
-        place = reference[1:].replace("/", ".")
-        found = _of_both(found, _forms(target, root, place, (*seen, reference)), path)
+        target, place, behind = trail.follow(reference, root, path)
+        found = _of_both(found, _forms(target, root, place, behind), path)
     for i, each in enumerate(schema.get("allOf") or ()):
-        found = _of_both(found, _forms(each, root, f"{path}.allOf[{i}]", seen), path)
+        found = _of_both(found, _forms(each, root, f"{path}.allOf[{i}]", trail), path)
     for key in ("anyOf", "oneOf"):
         if key not in schema:
             continue
-        each_of = [_forms(each, root, f"{path}.{key}[{i}]", seen) for i, each in enumerate(schema[key])]
+        each_of = [_forms(each, root, f"{path}.{key}[{i}]", trail) for i, each in enumerate(schema[key])]
         if key == "oneOf" and sum(map(bool, each_of)) > 1:
             raise InvalidRequest(ONE_OF, f"{path}.oneOf")
         found = _of_both(found, [form for forms in each_of for form in forms], path)
@@ -139,12 +136,13 @@ def _of_both(left: Sequence[_Form], right: Sequence[_Form], path: str) -> list[_
 def argument_schema(name: str, parameters: Any) -> dict[str, Any]:
     """Return the schema by which a tagged value is told to be a string or JSON, from parameters of any kind: all that
     they say of this argument."""
-    return {"anyOf": list(_said_of(name, parameters, parameters, MAX_REFERENCES))}
+    return {"anyOf": list(_said_of(name, parameters, parameters, set()))}
 
 
-def _said_of(name: str, schema: Any, root: Any, references: int) -> Iterator[Any]:
-    if not isinstance(schema, Mapping) or not references:
+def _said_of(name: str, schema: Any, root: Any, seen: set[int]) -> Iterator[Any]:
+    if not isinstance(schema, Mapping) or id(schema) in seen:
         return
+    seen.add(id(schema))
     properties, patterns, others = (schema.get(f"{key}roperties") for key in ("p", "patternP", "additionalP"))
     is_listed = False
     if isinstance(properties, Mapping) and name in properties:
@@ -160,7 +158,7 @@ def _said_of(name: str, schema: Any, root: Any, references: int) -> Iterator[Any
         if isinstance(value, Mapping) and name in value:
             yield {"const": value[name]}
     for each in (target_of(schema.get("$ref"), root), *(each for key in _OF_ALL for each in _list(schema.get(key)))):
-        yield from _said_of(name, each, root, references - 1)
+        yield from _said_of(name, each, root, seen)
 
 
 def _list(value: Any) -> list[Any]:

@@ -48,7 +48,7 @@ def allows(grammar: CompiledGrammar, text: str) -> bool:
     return any(bool(matcher.mask()[eos // 32] >> (eos % 32) & 1) for eos in TINY.eos_token_ids)
 
 
-def call_of(calls: type[CallParser], schema: Any, arguments: dict[str, Any]) -> str:
+def call_of(calls: type[CallParser], arguments: dict[str, Any]) -> str:
     """Return the call as the model writes it."""
     form, (begin, end) = calls.fields, calls.written("f")
     assert form is not None
@@ -145,7 +145,7 @@ def test_an_argument_is_allowed_as_its_schema_says(calls: type[CallParser], sche
     grammar = compiled(calls, whole)
     is_raw = is_raw_text(argument_schema("x", whole), whole)
     for value in STRINGS + OTHERS:
-        text = call_of(calls, whole, {"x": value})
+        text = call_of(calls, {"x": value})
         arguments = read(calls, whole, text)
         if isinstance(value, str) and "<" in value[: schema.get("minLength", 0)] and "maxLength" in schema:
             continue  # such a text begins with so many other characters
@@ -255,7 +255,7 @@ def test_all_arguments_are_allowed_as_their_schema_says(calls: type[CallParser],
     for arguments in ARGUMENTS:
         if calls is PythonicParser and "a/b" in arguments:
             continue  # no name in Python
-        text = call_of(calls, whole, arguments)
+        text = call_of(calls, arguments)
         is_valid, is_allowed = validator.is_valid(arguments), allows(grammar, text)
         if is_allowed:
             num_right += 1
@@ -364,9 +364,22 @@ def test_long_texts_have_their_bounds_and_do_not_wear_the_grammar_out(
             start = "x" * min(size, least)
             text = (start + line[shift:] + line * (1 + size // len(line)))[: max(0, size - 2)]
             text += "ab"[: size - len(text)]
-            is_allowed = allows(grammar, call_of(calls, schema, {"x": text}))
+            is_allowed = allows(grammar, call_of(calls, {"x": text}))
             assert is_allowed or not least <= size <= most * 9 // 10, (size, shift)
             assert not is_allowed or least <= size <= most, (size, shift)
+
+
+def test_a_schema_that_grows_with_each_reference_is_refused_at_once_and_long_lists_are_not() -> None:
+    doubling: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    doubling["d60"] = {"type": "string"}
+    for schema in (of({"$ref": "#/$defs/d0"}), {"type": "object", "$ref": "#/$defs/d0"}):
+        with pytest.raises(InvalidRequest, match="too much"):
+            compiled(QwenCoderParser, {**schema, "$defs": doubling})
+        assert argument_schema("x", {"$defs": doubling, **schema}) is not None
+    for key in ("anyOf", "oneOf"):
+        grammar = compiled(QwenCoderParser, of({key: [{"const": f"w{i}", "title": "x"} for i in range(800)]}))
+        for word, is_right in (("w0", True), ("w799", True), ("w800", False)):
+            assert allows(grammar, call_of(QwenCoderParser, {"x": word})) is is_right
 
 
 def test_a_value_never_has_the_text_in_it_that_ends_it_unless_it_is_free() -> None:
@@ -383,8 +396,8 @@ def test_a_value_never_has_the_text_in_it_that_ends_it_unless_it_is_free() -> No
                 "properties": {"x": {"type": "string", **x}, "y": {"type": "string"}},
             }
             grammar = compiled(calls, schema)
-            assert allows(grammar, call_of(calls, schema, {"x": "a b c"}))
-            twice = call_of(calls, schema, {"x": f"a b{calls.fields.end}c"})
+            assert allows(grammar, call_of(calls, {"x": "a b c"}))
+            twice = call_of(calls, {"x": f"a b{calls.fields.end}c"})
             assert not allows(grammar, twice), twice
 
 
