@@ -196,8 +196,9 @@ Llama 3.
 
 Where a model writes arguments as tagged texts, an enforced call follows the tool's schema within the tags: strings are
 raw text that follows `pattern`, `format`, lengths, `enum` and `const`, anything else is JSON; `$ref`, `allOf`, `anyOf`,
-`patternProperties` and `additionalProperties` hold, also at the top. A string with both a `pattern` and a length has no
-`</` in it, one with both lengths has none in its first `minLength` characters, and one with a `maxLength` above 600 may
+`patternProperties` and `additionalProperties` hold, also at the top. Without a `maxLength` a string has no tag of an
+argument in it, so that it is read as it was written; with a `pattern` and a length nothing that begins as such a tag
+(`</`); with both lengths nothing of that kind in its first `minLength` characters. With a `maxLength` above 600 it may
 end up to a tenth earlier. What cannot be enforced is refused with its tool and place.
 
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output

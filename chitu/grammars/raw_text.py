@@ -1,7 +1,8 @@
 """What a schema allows of a string, as terminals of llguidance's Lark: tagged calls have strings as raw text. Pure.
 
-The text that ends a value is not in it, unless the string is free. Bounds of its length make counters, whose states the
-engine keeps, so long texts are counted in pieces: the engine then has the states of one piece.
+Tags that end a value, or begin another one, are in no text, except one with a bound above and no other. Bounds of its
+length make counters, whose states the engine keeps, so long texts are counted in pieces: the engine then has the states
+of one piece.
 """
 
 from __future__ import annotations
@@ -155,22 +156,28 @@ def _are_apart(each_of: Sequence[Sequence[Text]]) -> bool:
 class RawText:
     """Rules of the raw texts of one grammar, each with `end` behind it."""
 
-    def __init__(self, prefix: str, end: str) -> None:
+    def __init__(self, prefix: str, begin: str, end: str) -> None:
+        """`begin`: what precedes the name of an argument."""
         self.rules: list[str] = []
         self.places: list[tuple[str, str]] = []
         """Terminals, each with the place of its schema."""
         self._prefix, self._end = prefix, end
         self._names: dict[str, str] = {}
+        tags = " | ".join(quoted(tag) for tag in dict.fromkeys((end.strip(), begin.strip())) if tag)
+        self._no_tag = f"~(/(?s:.*)/ ({tags}) /(?s:.*)/)"
+        """Terminal of texts that have no tag in them with which a value ends or another one begins."""
         bare = end.lstrip()
-        mark, behind = (_character(character) for character in f"{bare} "[:2])
+        tag = begin.lstrip()
+        mark, behind = _character(bare[0]), _character(f"{bare} "[1])
+        behind += _character(f"{tag} "[1]) if tag.startswith(bare[0]) else ""
         self._no_end = f"(?:[^{mark}]|{mark}[^{mark}{behind}])*"
-        """Expression of texts in which no tag begins as the end does."""
+        """Expression of texts in which nothing begins as these tags do."""
         self._before_end = "".join(map(_character, dict.fromkeys(end[: len(end) - len(bare) + 1])))
         """The characters up to the first one of that tag."""
 
     def free(self) -> str:
-        """Return the rule of any text up to the end."""
-        return self._rule(f"/(.|\\n)*/ {quoted(self._end)}", is_lazy=True)
+        """Return the rule of any text and its end."""
+        return self._rule(f"({_any(0, None)} & {self._no_tag}) {quoted(self._end)}", is_lazy=False)
 
     def rule_of(self, text: Text, path: str) -> str:
         """Return what the text and its end are, as a part of a rule. Raise InvalidRequest for bounds that cannot be
@@ -189,7 +196,7 @@ class RawText:
             return self._terminal(f"({body}) {end}", path)
         if text.terminals or (text.least and text.most is None):
             body = " & ".join(text.terminals) or _any(text.least, None)
-            return self._terminal(f"({body} & ~(/(?s:.*)/ {quoted(self._end.strip())} /(?s:.*)/)) {end}", path)
+            return self._terminal(f"({body} & {self._no_tag}) {end}", path)
         if text.most is not None:
             return self._counted(text.least, text.most, path)
         return self.free()

@@ -178,7 +178,7 @@ class FieldRules:
     def __init__(self, rule: str, schema: Any, fields: ToolFields, json_options: Mapping[str, Any]) -> None:
         self._rule, self._root, self._fields, self._options = rule, enforceable(schema), fields, json_options
         self._rules: list[str] = []
-        self._texts = RawText(rule, fields.end) if not fields.separator else None
+        self._texts = RawText(rule, fields.begin, fields.end) if not fields.separator else None
         self._values: dict[str, str | None] = {}
         """Rule of each argument, by name and schemas; None: no value is allowed."""
 

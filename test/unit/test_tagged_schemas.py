@@ -382,23 +382,17 @@ def test_a_schema_that_grows_with_each_reference_is_refused_at_once_and_long_lis
             assert allows(grammar, call_of(QwenCoderParser, {"x": word})) is is_right
 
 
-def test_a_value_never_has_the_text_in_it_that_ends_it_unless_it_is_free() -> None:
+def test_a_value_never_has_the_text_in_it_that_ends_it_or_begins_another_one() -> None:
+    bounds: list[dict[str, Any]] = [{}, {"pattern": "a"}, {"minLength": 3}, {"pattern": "a", "maxLength": 90}]
     for calls in (QwenCoderParser, GLMParser, CompactGLMParser, MiniMaxParser):
-        for x in (
-            {"pattern": "a"},
-            {"minLength": 3},
-            {"maxLength": 90},
-            {"pattern": "a", "maxLength": 90},
-            {"maxLength": 900},
-        ):
-            schema = {
-                **of({"type": "string", **x}),
-                "properties": {"x": {"type": "string", **x}, "y": {"type": "string"}},
-            }
+        form = calls.fields
+        for more in (*bounds, {"maxLength": 90}, {"maxLength": 900}):
+            schema = {"type": "object", "properties": {"x": {"type": "string", **more}, "y": {"type": "string"}}}
             grammar = compiled(calls, schema)
-            assert allows(grammar, call_of(calls, {"x": "a b c"}))
-            twice = call_of(calls, {"x": f"a b{calls.fields.end}c"})
-            assert not allows(grammar, twice), twice
+            assert allows(grammar, call_of(calls, {"x": "a < b </c>"})) is ("pattern" not in more or len(more) == 1)
+            for tag in (form.end, form.end.strip(), f"{form.begin}y{form.middle}") if more in bounds else (form.end,):
+                twice = call_of(calls, {"x": f"a b{tag}c"})
+                assert not allows(grammar, twice), twice
 
 
 PATTERNS = [
