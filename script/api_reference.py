@@ -193,6 +193,19 @@ first and freely: the grammar begins after the end of the reasoning. It holds fr
 contains the end of a reasoning, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions.
 `usage` counts the tokens up to the end of the reasoning as `reasoning_tokens`.
 
+A format of the answer (`response_format`, `text.format`, `output_config.format`, `structured_outputs`, `guided_*`) and
+tools go together: the answer is a call, or a text that follows the format. Calls of tools that are not `strict` then
+have any object for arguments. Where a call is required the format has no effect (`X-Chitu-Warning`); with `tool_choice`
+`none` it is all. A format that may begin as the model's calls do is refused, such as a regular expression of `{` with
+Llama 3.
+
+Where a model writes arguments as tagged texts, an enforced call follows the tool's schema within the tags: strings are
+raw text that follows `pattern`, `format`, lengths, `enum` and `const`, anything else is JSON; `$ref`, `allOf`, `anyOf`,
+`patternProperties` and `additionalProperties` hold, also at the top. Without a `maxLength` a string has no tag of an
+argument in it, so that it is read as it was written; with a `pattern` and a length nothing that begins as such a tag
+(`</`); with both lengths nothing of that kind in its first `minLength` characters. With a `maxLength` above 600 it may
+end up to a tenth earlier. What cannot be enforced is refused with its tool and place.
+
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.
 

@@ -60,50 +60,82 @@ _ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
 
 
 class Matcher:
-    """Position of one answer in its grammar. `clock`: processor seconds of the calling thread."""
+    """Position of one answer in its grammar. `clock`: processor seconds of the calling thread. `renew` returns a
+    matcher at the beginning that has not met any text yet."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        clock: Callable[[], float] = time.thread_time,
+        renew: Callable[[], LLMatcher] | None = None,
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._clock = clock
+        self._renew = renew
         self._spent_s = 0.0
-        self._num_tokens = 0
+        self._tokens: list[int] = []
         self._error = ""
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by emitted tokens. If one violates the grammar, the next `mask` raises."""
-        self._num_tokens += len(tokens)
-        if not self._error and not self._matcher.consume_tokens(list(tokens)):
-            self._error = _in_one_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
+        self._tokens += tokens
+        if self._error or self._matcher.consume_tokens(list(tokens)):
+            return
+        start_s = self._clock()
+        error = _in_one_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
+        if not self._is_renewed():
+            self._error = error
+        self._spent_s += self._clock() - start_s
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Return which tokens may come next: one bit each, the first token in the lowest bit, at least one. After the
         end of the answer these are the eos. Raise InvalidRequest if there is no mask, or if masks cost too much."""
         start_s = self._clock()
         if not self._error:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
-            if self._vocab_size % 32:
-                bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+            bits = self._bits()
+            if self._matcher.is_error() and self._is_renewed():
+                bits = self._bits()
             self._spent_s += self._clock() - start_s
             if self._matcher.is_error():
                 self._error = _in_one_line(self._matcher.get_error())
             elif not bits.any():
                 self._error = "no token of the model is allowed next"
-            elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * self._num_tokens:
-                self._error = f"it took {self._spent_s:.1f} s of processor time for {self._num_tokens} tokens"
+            elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * len(self._tokens):
+                self._error = f"it took {self._spent_s:.1f} s of processor time for {len(self._tokens)} tokens"
         if self._error:
             raise InvalidRequest(f"the grammar of this request cannot be followed any further: {self._error}")
         return bits
 
+    def _bits(self) -> npt.NDArray[np.uint32]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
+        if self._vocab_size % 32:
+            bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+        return bits
+
+    def _is_renewed(self) -> bool:
+        """Return whether a new matcher takes all tokens. One that fails may only have met too many texts: the states of
+        all answers of a grammar count, also of those that a mask looked at."""
+        if self._renew is None:
+            return False
+        self._matcher = self._renew()
+        return bool(self._matcher.consume_tokens(self._tokens))
+
 
 class CompiledGrammar:
-    def __init__(self, template: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, template: LLMatcher, vocab_size: int, compile_again: Callable[[], LLMatcher]) -> None:
         self._template = template
         self._vocab_size = vocab_size
+        self._compile_again = compile_again
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of an answer."""
-        return Matcher(self._template.deep_copy(), self._vocab_size)
+        return Matcher(self._template.deep_copy(), self._vocab_size, renew=self._renewed)
+
+    def _renewed(self) -> LLMatcher:
+        self._template = self._compile_again()
+        return self._template.deep_copy()
 
 
 class GrammarCompiler:
@@ -130,14 +162,14 @@ class GrammarCompiler:
             source = self._source(grammar)
             if grammar.reasoning is not None:
                 source = behind_reasoning(source, grammar.reasoning, self._added, self._eos)
-            matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+            matcher = self._matcher(source)
         except (ValueError, TypeError, AttributeError, LookupError, msgspec.DecodeError, RecursionError) as error:
             if isinstance(error, (TypeError, AttributeError, LookupError)):
                 self._raise_fault(grammar)  # the engine says better why a schema is none
             raise InvalidRequest(f"{grammar.kind}: {_in_one_line(str(error))}") from error
         if not matcher.is_error():
             # The first mask is the costliest, and shows that the grammar permits any token at all.
-            compiled = CompiledGrammar(matcher, self._vocab_size)
+            compiled = CompiledGrammar(matcher, self._vocab_size, lambda: self._matcher(source))
             matcher.compute_bitmask()
             if not matcher.is_error():
                 compiled.matcher().mask()
@@ -175,9 +207,12 @@ class GrammarCompiler:
             place = (error.param or "0").partition(".")
             raise InvalidRequest(error.message, f"{index}{place[1]}{place[2]}") from None
 
+    def _matcher(self, source: str) -> LLMatcher:
+        return self._engine(self._tokens, source, log_level=0, limits=self._limits)
+
     def _fault(self, source: str, draws: bool = False) -> str:
         """Return why a grammar would be refused; empty if it would not. `draws`: also if it has no first token."""
-        matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+        matcher = self._matcher(source)
         if draws and not matcher.is_error():
             matcher.compute_bitmask()
         return _in_one_line(matcher.get_error()) if matcher.is_error() else ""
@@ -227,7 +262,7 @@ class GrammarCompiler:
             return f"ANSWER: {part}", []
         if is_text and not (answer.kind != "lark" and begins_as_json(calls, self._added)):
             begun = self._tokens.tokenize_str(calls.trigger[:1])
-            matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+            matcher = self._matcher(source)
             if matcher.try_consume_tokens(begun) == len(begun):
                 raise _begins_as_a_call(calls, index)
         if answer.kind == "lark":

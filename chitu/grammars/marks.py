@@ -31,9 +31,9 @@ def text_up_to(mark: str, added_tokens: Mapping[str, int], rule: str = "led") ->
     return [*rules, f"{rule}: {spelled} | {by_token}" if by_token else f"{rule}: {spelled}"]
 
 
-def text_by_token(mark: str, added_tokens: Mapping[str, int]) -> str:
-    """Return a part of a rule: any text up to and including a `mark` that is written with the token in it; empty: it
-    has none. Needs `FREE_TEXT`."""
+def text_by_token(mark: str, added_tokens: Mapping[str, int], text: str = "TEXT") -> str:
+    """Return a part of a rule: a text up to and including a `mark` that is written with the token in it; empty: it has
+    none. `text`: the rule of texts; `TEXT` needs `FREE_TEXT`."""
     parts = _parts(mark, added_tokens)
     at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
     if at is None:
@@ -41,7 +41,7 @@ def text_by_token(mark: str, added_tokens: Mapping[str, int]) -> str:
     # What precedes the token in the mark is within the text.
     behind = "".join(parts[at + 1 :])
     rest = f" {with_marks(behind, added_tokens)}" if behind else ""
-    return f"TEXT <[{added_tokens[parts[at]]}]>{rest}"
+    return f"{text} <[{added_tokens[parts[at]]}]>{rest}"
 
 
 def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:

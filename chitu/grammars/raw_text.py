@@ -1,28 +1,31 @@
 """What a schema allows of a string, as terminals of llguidance's Lark: tagged calls have strings as raw text. Pure.
 
-The text that ends a value is not in it, unless the string is free. Bounds of its length make counters, whose states the
-engine keeps, so long texts are counted in pieces: the engine then has the states of one piece.
+Tags that end a value, or begin another one, are in no text, except one with a bound above and no other. Bounds of its
+length make counters, whose states the engine keeps, so long texts are counted in pieces: the engine then has the states
+of one piece.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import quoted
+from chitu.grammars.marks import quoted, text_by_token
 from chitu.grammars.patterns import FORMATS, searched, terminal
 from chitu.grammars.schema import ONE_OF, missing_target, target_of
 
-MAX_REFERENCES = 8
-"""References within a schema that lead to a type."""
+MAX_FOLLOWED = 500
+"""References that are followed for one value."""
 MAX_ALTERNATIVES = 64
 """Kinds of text that one string may be."""
-COUNTED_CHARS = 300
+COUNTED_CHARS = 600
 """Longest string whose characters are counted one by one."""
-PIECE_CHARS = 128
+PIECE_CHARS = 256
 """Characters of a piece of a longer one."""
+MAX_RUN = 8
+"""Most equal characters, such as line ends, at the end of a piece."""
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 """Keywords that are not enforced, of those that constrain any value."""
 
@@ -63,9 +66,28 @@ class Text(NamedTuple):
 NULL = Text(is_null=True)
 
 
-def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> list[Text]:
+class Trail:
+    """References that lead to a part of a schema. All of one value are counted, since each may lead to two more."""
+
+    def __init__(self, references: tuple[str, ...] = (), count: Iterator[int] | None = None) -> None:
+        self._references = references
+        self._count = count if count is not None else itertools.count(1)
+
+    def follow(self, reference: Any, root: Any, path: str) -> tuple[Any, str, Trail]:
+        """Return what a reference leads to, its place, and the trail there. Raise InvalidRequest if it leads to
+        nothing, or in a circle."""
+        target = target_of(reference, root)
+        if target is None:
+            raise InvalidRequest(missing_target(reference), f"{path}.$ref")
+        if reference in self._references or next(self._count) > MAX_FOLLOWED:
+            raise InvalidRequest("$ref: it refers to itself, or to too much", f"{path}.$ref")
+        return target, reference[1:].replace("/", "."), Trail((*self._references, reference), self._count)
+
+
+def texts_of(schema: Any, root: Any, path: str, trail: Trail | None = None) -> list[Text]:
     """Return the kinds of text, and null, that a schema within `root` allows; empty: no string. Raise InvalidRequest
     with the place for what cannot be enforced of a text. `path`: the schema's own place."""
+    trail = trail or Trail()
     if not isinstance(schema, Mapping):
         return [] if schema is False else [Text(), NULL]
     for key in _NEVER:
@@ -87,17 +109,13 @@ def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> l
             words = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
             found = _of_both(found, [Text(words)] * bool(words) + [NULL] * (None in values), path)
     if (reference := schema.get("$ref")) is not None:
-        if reference in seen:
-            raise InvalidRequest("$ref: it refers to itself", f"{path}.$ref")
-        target = target_of(reference, root)
-        if target is None:
-            raise InvalidRequest(missing_target(reference), f"{path}.$ref")
-        found = _of_both(found, texts_of(target, root, reference[1:].replace("/", "."), (*seen, reference)), path)
+        target, place, behind = trail.follow(reference, root, path)
+        found = _of_both(found, texts_of(target, root, place, behind), path)
     for i, each in enumerate(schema.get("allOf") or ()):
-        found = _of_both(found, texts_of(each, root, f"{path}.allOf[{i}]", seen), path)
+        found = _of_both(found, texts_of(each, root, f"{path}.allOf[{i}]", trail), path)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            each_of = [texts_of(each, root, f"{path}.{key}[{i}]", seen) for i, each in enumerate(schema[key])]
+            each_of = [texts_of(each, root, f"{path}.{key}[{i}]", trail) for i, each in enumerate(schema[key])]
             if key == "oneOf" and not _are_apart(each_of):
                 raise InvalidRequest(ONE_OF, f"{path}.oneOf")
             found = _of_both(found, [text for texts in each_of for text in texts], path)
@@ -105,38 +123,68 @@ def texts_of(schema: Any, root: Any, path: str, seen: tuple[str, ...] = ()) -> l
 
 
 def _of_both(left: Sequence[Text], right: Sequence[Text], path: str) -> list[Text]:
-    made = [both for one, other in itertools.product(left, right) if (both := one.both(other)) is not None]
-    made = list(dict.fromkeys(made))
+    left, right = _merged(left), _merged(right)
+    made = _merged([both for one, other in itertools.product(left, right) if (both := one.both(other)) is not None])
     if len(made) > MAX_ALTERNATIVES:
         raise InvalidRequest(f"more than {MAX_ALTERNATIVES} kinds of text", path)
     return made
 
 
+def _merged(texts: Sequence[Text]) -> list[Text]:
+    """Return equal kinds once, and all that are words alone as one."""
+    words = [word for text in texts if text.words and not text.terminals for word in text.words]
+    others = dict.fromkeys(text for text in texts if not text.words or text.terminals)
+    return [*([Text(tuple(dict.fromkeys(words)))] if words else []), *others]
+
+
 def _are_apart(each_of: Sequence[Sequence[Text]]) -> bool:
     """Return whether no text is of two of these."""
-    return not any(
-        one.both(other) is not None
-        for left, right in itertools.combinations(each_of, 2)
-        for one, other in itertools.product(left, right)
-    )
+    words: set[str] = set()
+    others: list[Text] = []
+    for texts in each_of:
+        own = {word for text in texts if text.words and not text.terminals for word in text.words}
+        rest = [text for text in texts if not text.words or text.terminals]
+        if not words.isdisjoint(own) or any(one.both(other) for one, other in itertools.product(rest, others)):
+            return False
+        words |= own
+        others += rest
+        if len(others) > MAX_ALTERNATIVES:
+            return False
+    return not words or not any(Text(tuple(words)).both(other) for other in others)
 
 
 class RawText:
     """Rules of the raw texts of one grammar, each with `end` behind it."""
 
-    def __init__(self, prefix: str, end: str) -> None:
+    def __init__(self, prefix: str, begin: str, end: str) -> None:
+        """`begin`: what precedes the name of an argument."""
         self.rules: list[str] = []
         self.places: list[tuple[str, str]] = []
         """Terminals, each with the place of its schema."""
         self._prefix, self._end = prefix, end
         self._names: dict[str, str] = {}
+        tags = " | ".join(quoted(tag) for tag in dict.fromkeys((end.strip(), begin.strip())) if tag)
+        self._no_tag = f"~(/(?s:.*)/ ({tags}) /(?s:.*)/)"
+        """Terminal of texts that have no tag in them with which a value ends or another one begins."""
         bare = end.lstrip()
-        self._space = end[: len(end) - len(bare)]
-        self._mark, self._behind = _character(bare[0]), _character(bare[1]) if len(bare) > 1 else ""
+        tag = begin.lstrip()
+        mark, behind = _character(bare[0]), _character(f"{bare} "[1])
+        behind += _character(f"{tag} "[1]) if tag.startswith(bare[0]) else ""
+        self._no_end = f"(?:[^{mark}]|{mark}[^{mark}{behind}])*"
+        """Expression of texts in which nothing begins as these tags do."""
+        self._before_end = "".join(map(_character, dict.fromkeys(end[: len(end) - len(bare) + 1])))
+        """The characters up to the first one of that tag."""
 
     def free(self) -> str:
-        """Return the rule of any text up to the end."""
-        return self._rule(f"/(.|\\n)*/ {quoted(self._end)}", is_lazy=True)
+        """Return the rule of any text and its end."""
+        return self._rule(f"({_any(0, None)} & {self._no_tag}) {quoted(self._end)}", is_lazy=False)
+
+    def free_to_token(self, added_tokens: Mapping[str, int]) -> str:
+        """Return the rule of any text and an end that is written with the token in it; empty: it has none."""
+        if not text_by_token(self._end, added_tokens):
+            return ""
+        text = self._rule(f"({_any(0, None)} & {self._no_tag})", is_lazy=False)
+        return text_by_token(self._end, added_tokens, text)
 
     def rule_of(self, text: Text, path: str) -> str:
         """Return what the text and its end are, as a part of a rule. Raise InvalidRequest for bounds that cannot be
@@ -150,17 +198,12 @@ class RawText:
             words = " | ".join(map(quoted, text.words))
             return self._terminal(f"(({words}) & {' & '.join(text.terminals)}) {end}", path)
         if text.terminals and (text.least or text.most is not None):
-            # Lengths and the end in one expression would take the engine too long, so `</` is in no such text.
-            unit = (
-                f"(?:[^{self._mark}]|{self._mark}[^{self._mark}{self._behind}])*"
-                if self._behind
-                else f"[^{self._mark}]*"
-            )
-            bounds = _any(text.least, text.most)
-            return self._terminal(f"({' & '.join(text.terminals)} & {bounds} & /{unit}/) {end}", path)
+            # Lengths and the whole end in one expression would take the engine too long.
+            body = " & ".join((*text.terminals, _any(text.least, text.most), f"/{self._no_end}/"))
+            return self._terminal(f"({body}) {end}", path)
         if text.terminals or (text.least and text.most is None):
             body = " & ".join(text.terminals) or _any(text.least, None)
-            return self._terminal(f"(({body}) {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)", path)
+            return self._terminal(f"({body} & {self._no_tag}) {end}", path)
         if text.most is not None:
             return self._counted(text.least, text.most, path)
         return self.free()
@@ -173,31 +216,39 @@ class RawText:
             raise InvalidRequest(
                 f"minLength of {least} cannot be enforced beside a maxLength of {most}", f"{path}.minLength"
             )
-        # A piece ends where the end has not begun, so it may have some characters more.
-        longest = PIECE_CHARS + len(self._end) - 1
-        count, rest = divmod(most - (PIECE_CHARS - 1), longest)
-        differs = "|".join(
-            f"{''.join(map(_character, self._end[:i]))}[^{_character(self._end[0])}{_character(self._end[i])}]"
-            for i in range(len(self._end))
-        )
-        behind = f"/(?:{differs})/"
-        piece = self._rule(f"{_any(PIECE_CHARS - 1, PIECE_CHARS - 1)} {behind}", is_lazy=False)
-        last = self._rule(f"{_any(0, PIECE_CHARS - 1)} {end}", is_lazy=True)
-        very_last = self._rule(f"{_any(0, PIECE_CHARS - 1 + rest)} {end}", is_lazy=True)
+        # A piece ends where the end has not begun, so it may have some characters more. Its last ones may be as the
+        # first of the end, which then are the last of the text or not.
+        begun, *more = map(_character, self._end)
+        run = f"{begun}{{1,{MAX_RUN}}}"
+        count, rest = divmod(most - (PIECE_CHARS - 1 + MAX_RUN), PIECE_CHARS - 1 + MAX_RUN + len(more))
+
+        def other(least: int) -> str:
+            """Return what is as the end, but not all of it; behind its first character are `least` or more of it."""
+            differs = "|".join(f"{''.join(more[:i])}[^{begun}{more[i]}]" for i in range(least, len(more)))
+            return f"(?:{differs})"
+
+        def piece(head: str, left: int) -> str:
+            ends = [f"(?s:.{{{left}}})(?:[^{begun}]|{run}{other(0)})"]
+            ends += [f"(?s:.{{{left - i}}}){begun}{other(i)}" for i in range(1, min(len(more), left))]
+            return self._rule(f"{head}/{'|'.join(ends)}/", is_lazy=False)
+
+        def last(head: str, left: int) -> str:
+            return self._rule(f"{head}({_any(0, left)} | {_any(left, left)} /{run}/) {end}", is_lazy=True)
+
+        any_piece, left = piece("", PIECE_CHARS - 1), PIECE_CHARS - 1
+        any_last, very_last = last("", left), last("", left + rest)
         if not least:
-            return f"({piece}{{0,{count - 1}}} {last} | {piece}{{{count}}} {very_last})"
-        head, left = self._first(least), PIECE_CHARS - 1 - least
-        first = self._rule(f"{head}{_any(left, left)} {behind}", is_lazy=False)
-        only = self._rule(f"{head}{_any(0, left)} {end}", is_lazy=True)
-        more = f" | {first} {piece}{{0,{count - 2}}} {last}" if count > 1 else ""
-        return f"({only}{more} | {first} {piece}{{{count - 1}}} {very_last})"
+            return f"({_times(any_piece, 0, count - 1)} {any_last} | {_times(any_piece, count, count)} {very_last})"
+        head = self._first(least)
+        first, only = piece(head, left - least), last(head, left - least)
+        some = f" | {first} {_times(any_piece, 0, count - 2)} {any_last}" if count > 1 else ""
+        return f"({only}{some} | {first} {_times(any_piece, count - 1, count - 1)} {very_last})"
 
     def _first(self, least: int) -> str:
         """Return the first characters of a text of at least so many: in them, the end cannot have begun."""
         if not least:
             return ""
-        spaces = "".join(map(_character, dict.fromkeys(self._space)))
-        return f"/[^{self._mark}]{{{least - 1}}}[^{self._mark}{spaces}]/ "
+        return f"({_any(least, least)} & /{self._no_end}[^{self._before_end}]/) "
 
     def _terminal(self, body: str, path: str) -> str:
         name = self._rule(body, is_lazy=False)
@@ -219,22 +270,30 @@ def _any(least: int, most: int | None) -> str:
     return f"/(?s:.{{{least},{'' if most is None else most}}})/"
 
 
+def _times(rule: str, least: int, most: int) -> str:
+    return f"{rule}{{{least},{most}}}" if most else ""
+
+
 def _character(character: str) -> str:
     """Return a character as it stands in a class, and outside of one."""
     return rf"\x{{{ord(character):x}}}"
 
 
-def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:
+def types_of(schema: Any, root: Any) -> set[str]:
     """Return the types that a schema within `root` names; empty: it names none."""
-    if not isinstance(schema, Mapping):
+    return _types_of(schema, root, set())
+
+
+def _types_of(schema: Any, root: Any, seen: set[int]) -> set[str]:
+    if not isinstance(schema, Mapping) or id(schema) in seen:
         return set()
+    seen.add(id(schema))
     given = schema.get("type")
     types = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or () if references else ():
-            types |= types_of(each, root, references - 1)
-    if references:
-        types |= types_of(target_of(schema.get("$ref"), root), root, references - 1)
+        for each in schema.get(key) or ():
+            types |= _types_of(each, root, seen)
+    types |= _types_of(target_of(schema.get("$ref"), root), root, seen)
     if not types:
         values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
         types = {"string" if isinstance(value, str) else "other" for value in values}

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import quoted, text_by_token, with_marks
 from chitu.grammars.patterns import searched, terminal
-from chitu.grammars.raw_text import MAX_REFERENCES, RawText, Text, is_raw_text, texts_of, types_of
-from chitu.grammars.schema import ONE_OF, enforceable, missing_target, standalone, target_of
+from chitu.grammars.raw_text import RawText, Text, Trail, is_raw_text, texts_of, types_of
+from chitu.grammars.schema import ONE_OF, enforceable, standalone, target_of
 from chitu.protocol import ToolFields
 
 MAX_FORMS = 64
@@ -30,7 +30,7 @@ _NEVER = (
 _OF_ALL = ("allOf", "anyOf", "oneOf")
 _NAME = "[A-Za-z0-9_.-]+"
 _WIDE_NAME = r"""[^\s<>"'=()\[\]{},]+"""
-"""Names that only a pattern has: without the characters that end a name in some format."""
+"""Names in tags: without the characters that end a name in some format."""
 
 
 class _Shape(NamedTuple):
@@ -78,8 +78,9 @@ class _Form(NamedTuple):
         return [found for shape in self.shapes for found in shape.of(name)]
 
 
-def _forms(schema: Any, root: Any, path: str = "", seen: tuple[str, ...] = ()) -> list[_Form]:
+def _forms(schema: Any, root: Any, path: str = "", trail: Trail | None = None) -> list[_Form]:
     """Return the forms of an object that a schema allows; empty: none."""
+    trail = trail or Trail()
     if not isinstance(schema, Mapping):
         return [] if schema is False else [_Form()]
     for key in _NEVER:
@@ -107,18 +108,14 @@ def _forms(schema: Any, root: Any, path: str = "", seen: tuple[str, ...] = ()) -
                 found, [_form_of_value(each, f"{path}.{key}") for each in values if isinstance(each, dict)], path
             )
     if (reference := schema.get("$ref")) is not None:
-        target = target_of(reference, root)
-        if target is None or reference in seen:
-            why = missing_target(reference) if target is None else "$ref: it refers to itself"
-            raise InvalidRequest(why, f"{path}.$ref")
-        place = reference[1:].replace("/", ".")
-        found = _of_both(found, _forms(target, root, place, (*seen, reference)), path)
+        target, place, behind = trail.follow(reference, root, path)
+        found = _of_both(found, _forms(target, root, place, behind), path)
     for i, each in enumerate(schema.get("allOf") or ()):
-        found = _of_both(found, _forms(each, root, f"{path}.allOf[{i}]", seen), path)
+        found = _of_both(found, _forms(each, root, f"{path}.allOf[{i}]", trail), path)
     for key in ("anyOf", "oneOf"):
         if key not in schema:
             continue
-        each_of = [_forms(each, root, f"{path}.{key}[{i}]", seen) for i, each in enumerate(schema[key])]
+        each_of = [_forms(each, root, f"{path}.{key}[{i}]", trail) for i, each in enumerate(schema[key])]
         if key == "oneOf" and sum(map(bool, each_of)) > 1:
             raise InvalidRequest(ONE_OF, f"{path}.oneOf")
         found = _of_both(found, [form for forms in each_of for form in forms], path)
@@ -139,12 +136,13 @@ def _of_both(left: Sequence[_Form], right: Sequence[_Form], path: str) -> list[_
 def argument_schema(name: str, parameters: Any) -> dict[str, Any]:
     """Return the schema by which a tagged value is told to be a string or JSON, from parameters of any kind: all that
     they say of this argument."""
-    return {"anyOf": list(_said_of(name, parameters, parameters, MAX_REFERENCES))}
+    return {"anyOf": list(_said_of(name, parameters, parameters, set()))}
 
 
-def _said_of(name: str, schema: Any, root: Any, references: int) -> Iterator[Any]:
-    if not isinstance(schema, Mapping) or not references:
+def _said_of(name: str, schema: Any, root: Any, seen: set[int]) -> Iterator[Any]:
+    if not isinstance(schema, Mapping) or id(schema) in seen:
         return
+    seen.add(id(schema))
     properties, patterns, others = (schema.get(f"{key}roperties") for key in ("p", "patternP", "additionalP"))
     is_listed = False
     if isinstance(properties, Mapping) and name in properties:
@@ -160,7 +158,7 @@ def _said_of(name: str, schema: Any, root: Any, references: int) -> Iterator[Any
         if isinstance(value, Mapping) and name in value:
             yield {"const": value[name]}
     for each in (target_of(schema.get("$ref"), root), *(each for key in _OF_ALL for each in _list(schema.get(key)))):
-        yield from _said_of(name, each, root, references - 1)
+        yield from _said_of(name, each, root, seen)
 
 
 def _list(value: Any) -> list[Any]:
@@ -188,7 +186,7 @@ class FieldRules:
         self._tokens = added_tokens
         self._rule, self._root, self._fields, self._options = rule, enforceable(schema), fields, json_options
         self._rules: list[str] = []
-        self._texts = RawText(rule, fields.end) if not fields.separator else None
+        self._texts = RawText(rule, fields.begin, fields.end) if not fields.separator else None
         self._values: dict[str, str | None] = {}
         """Rule of each argument, by name and schemas; None: no value is allowed."""
 
@@ -299,17 +297,17 @@ class FieldRules:
             found = [text for text in found if not text.is_null]  # the text `null` is a string
         path = schemas[0][1] if schemas else ""
         if Text() in found:
-            by_token = text_by_token(self._fields.end, self._tokens)
+            by_token = self._texts.free_to_token(self._tokens)
             return f"({self._texts.free()} | {by_token})" if by_token else self._texts.free()
-        by_token = text_by_token(self._fields.end, self._tokens)
+        has_token = bool(text_by_token(self._fields.end, self._tokens))
         parts = []
         for text in dict.fromkeys(found):
             words = ("null",) if text.is_null else text.words
-            if words is not None and not text.terminals and by_token:
+            if words is not None and not text.terminals and has_token:
                 parts.append(f"({' | '.join(map(quoted, words))}) {with_marks(self._fields.end, self._tokens)}")
             else:  # the end of a text that follows a pattern or has a length is spelled
                 parts.append(self._texts.rule_of(text, path))
-        return " | ".join(parts)
+        return f"({' | '.join(parts)})" if parts else ""
 
     def _json(self, schemas: Sequence[tuple[Any, str]]) -> str:
         each = [schema for schema, _ in schemas if schema is not True]
@@ -335,7 +333,7 @@ class FieldRules:
         rest = [
             (shape.others, f"{shape.path}.additionalProperties") for shape in form.shapes if shape.others is not None
         ]
-        wide = terminal(_NAME if self._fields.separator else _WIDE_NAME)
+        name_of_any = terminal(_NAME if self._fields.separator else _WIDE_NAME)
         but = f" & ~({' | '.join(map(quoted, listed))})" if listed else ""
         kinds: list[tuple[str, list[tuple[Any, str]]]] = []
         for shape in with_patterns:
@@ -344,13 +342,13 @@ class FieldRules:
             for pattern, schema in shape.patterns.items():
                 others = "".join(f" & ~{regex}" for each, regex in regexes.items() if each != pattern)
                 place = f"{shape.path}.patternProperties.{pattern}"
-                kinds.append((f"{wide} & {regexes[pattern]}{others}", [(schema, place), *rest]))
+                kinds.append((f"{name_of_any} & {regexes[pattern]}{others}", [(schema, place), *rest]))
             if shape.others is not False:
                 none = "".join(f" & ~{regex}" for regex in regexes.values())
                 own = [(shape.others, f"{shape.path}.additionalProperties")] if shape.others is not None else []
-                kinds.append((f"{terminal(_NAME)}{none}", [*own, *rest]))
+                kinds.append((f"{name_of_any}{none}", [*own, *rest]))
         if not with_patterns:
-            kinds.append((terminal(_NAME), rest))
+            kinds.append((name_of_any, rest))
         made = []
         for name, schemas in kinds:
             head = f"{self._rule}_head_{len(self._rules)}".upper()

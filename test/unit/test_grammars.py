@@ -257,6 +257,20 @@ def test_a_token_that_may_not_come_ends_the_request_and_an_end_is_followed_by_en
     assert set(may_come(ended)) == set(TINY.eos_token_ids)
 
 
+def test_texts_with_bounds_do_not_wear_a_grammar_out() -> None:
+    """The engine has a state for each number of characters, and its states are those of all answers."""
+    compiled = COMPILER.compile(Grammar("json_schema", json.dumps({"type": "string", "maxLength": 2000})))
+    for word in ("The quick brown fox ", "jumps over\\n", "a lazy dog. ", "ü"):
+        for size in (900, 2000):
+            text = (word * size)[:size].rstrip("\\")
+            assert allows(compiled, f'"{text}"'), (word, size)
+    assert not allows(compiled, f'"{"x" * 2001}"')
+    matcher = compiled.matcher()
+    matcher.consume(TINY.encode('"a" and more', add_special_tokens=False))
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
+        matcher.mask()
+
+
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 
 

@@ -257,8 +257,8 @@ class GenerationBody(Body, kw_only=True):
     response_format: Annotated[
         ResponseFormat | None,
         note(
-            "the format of the answer, like `structured_outputs` and each `guided_` field. Beside `tools`, the answer is "
-            "a call or follows it"
+            "the format of the answer, like `structured_outputs` and each `guided_` field. Beside `tools`, the answer "
+            "is a call or follows it"
         ),
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, note("with one of its fields")] = None
