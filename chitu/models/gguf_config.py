@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import REQUIRED, Key, Kind, value_of
-from chitu.models.gguf import Header, Place
+from chitu.models.config_keys import KINDS, REQUIRED, Kind
+from chitu.models.gguf import Header, Place, shown
 from chitu.models.gguf_names import ROPE_FACTORS, architecture_of
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -55,7 +55,7 @@ class _Metadata:
         """Return the value of a key, as the shortest number of its float32 if it is one."""
         name = self._prefix + key
         self._left.discard(name)
-        value = value_of(self.all, name, Key(kind, default), self.where)
+        value = _value(self.all, name, kind, default, self.where)
         return _shortest(value) if isinstance(value, float) else value
 
     def only(self, key: str, *values: Any) -> None:
@@ -63,7 +63,9 @@ class _Metadata:
         self._left.discard(self._prefix + key)
         value = self.all.get(self._prefix + key, values[0])
         if value not in values:
-            raise UnsupportedModel(f"{self.where}: {self._prefix}{key} {value!r} is not supported (only {values[0]!r})")
+            raise UnsupportedModel(
+                f"{self.where}: {self._prefix}{key} {shown(value)} is not supported (only {values[0]!r})"
+            )
 
     def has(self, key: str) -> bool:
         return self._prefix + key in self.all
@@ -75,6 +77,16 @@ class _Metadata:
                 f"{self.where}: the key {left[0]!r} is not known here"
                 + (f", nor are {len(left) - 1} others" if len(left) > 1 else "")
             )
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: Kind, default: Any, where: str) -> Any:
+    value = metadata.get(key, default)
+    words, is_right = KINDS[kind]
+    if key in metadata and not is_right(value):
+        raise ConfigError(f"{where}: {key} is {shown(value)}, not {words}")
+    if key not in metadata and default == REQUIRED:
+        raise ConfigError(f"{where} lacks {key!r}")
+    return value
 
 
 def _shortest(value: float) -> float:
@@ -135,7 +147,7 @@ def _common(data: _Metadata) -> dict[str, Any]:
     for key, ours in (("bos", "bos"), ("eos", "eos")):
         name = f"tokenizer.ggml.{key}_token_id"
         if name in data.all:
-            config[f"{ours}_token_id"] = value_of(data.all, name, Key("natural"), data.where)
+            config[f"{ours}_token_id"] = _value(data.all, name, "natural", REQUIRED, data.where)
     return config
 
 
@@ -315,7 +327,9 @@ def _rope(data: _Metadata, head_dim: int) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": theta}
     if ROPE_FACTORS in data.tensors:
         if kind != "none":
-            raise UnsupportedModel(f"{data.where}: {ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
+            raise UnsupportedModel(
+                f"{data.where}: {ROPE_FACTORS} beside rope.scaling.type {shown(kind)} is not supported"
+            )
         return {**plain, **_llama3(data, theta, head_dim)}
     if kind == "none":
         return plain
@@ -331,7 +345,9 @@ def _rope(data: _Metadata, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
             **({} if (fast, slow) == (32.0, 1.0) else betas),
         }
-    raise UnsupportedModel(f"{data.where}: rope.scaling.type {kind!r} is not supported (known: none, linear, yarn)")
+    raise UnsupportedModel(
+        f"{data.where}: rope.scaling.type {shown(kind)} is not supported (known: none, linear, yarn)"
+    )
 
 
 def _llama3(data: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
@@ -386,11 +402,11 @@ def generation_of(header: Header) -> dict[str, Any]:
     of a message apart, and often only one of them."""
     data, where = header.metadata, f"model.path: {header.file}"
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = [value_of(data, name, Key("natural"), where) for name in names if name in data]
+    found = [_value(data, name, "natural", REQUIRED, where) for name in names if name in data]
     tokens, types = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, list):
         named = enumerate(zip(tokens, types, strict=False))
-        special = {token: index for index, (token, kind) in named if kind == CONTROL}
+        special = {token: index for index, (token, kind) in named if kind == CONTROL and isinstance(token, str)}
         ends = [special[text] for text in END_TEXTS if text in special]
         if all(text in special for text in HARMONY_ENDS) and HARMONY_MIDDLE in special:
             ends.remove(special[HARMONY_MIDDLE])

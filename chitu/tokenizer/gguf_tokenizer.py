@@ -115,7 +115,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, str]:
     model = keys.take("model", str)
     if model not in _MODELS:
         raise UnsupportedModel(
-            f"{where}: the vocabulary {model!r} (tokenizer.ggml.model) is not supported (known: {', '.join(_MODELS)})"
+            f"{where}: the vocabulary {str(model)[:60]!r} (tokenizer.ggml.model) is not supported (known: "
+            f"{', '.join(_MODELS)})"
         )
     tokens = keys.listed("tokens", str)
     types = keys.listed("token_type", int, len(tokens)) if keys.has("token_type") else [1] * len(tokens)
@@ -148,7 +149,7 @@ def _merges(keys: _Keys, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]
     for text in keys.listed("merges", str):
         left, _, right = text.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ConfigError(f"{keys.where}: {PREFIX}merges has {text!r}, of which a part is no token")
+            raise ConfigError(f"{keys.where}: {PREFIX}merges has {text[:60]!r}, of which a part is no token")
         found.append((left, right))
     return found
 
@@ -160,7 +161,7 @@ def _vocabulary(keys: _Keys, tokens: list[str], left_out: set[int]) -> dict[str,
         if index in left_out:
             continue
         if found.setdefault(token, index) != index:
-            raise ConfigError(f"{keys.where}: {PREFIX}tokens has {token!r} twice, as {found[token]} and {index}")
+            raise ConfigError(f"{keys.where}: {PREFIX}tokens has {token[:60]!r} twice, as {found[token]} and {index}")
     return found
 
 
@@ -173,7 +174,7 @@ def _byte_level(
     pre = keys.take("pre", str)
     if pre not in SPLITS:
         raise UnsupportedModel(
-            f"{keys.where}: the way to split texts {pre!r} (tokenizer.ggml.pre) is not supported (known: "
+            f"{keys.where}: the way to split texts {str(pre)[:60]!r} (tokenizer.ggml.pre) is not supported (known: "
             f"{', '.join(SPLITS)})"
         )
     for key, kind in (("add_space_prefix", bool), ("scores", list)):  # of SentencePiece

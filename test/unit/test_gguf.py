@@ -591,6 +591,51 @@ def test_what_is_not_read_is_refused_by_name(more: dict[str, Any], words: str, t
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
 
 
+ODD = [
+    "", "x" * 3000, Typed(5, -1), Typed(10, (1 << 64) - 1), 1 << 31, 0, 1.5, float("nan"), float("inf"), -1.0, True,
+    False, [], [1], [0.5], ["a"], [[1], [2]], [True] * 3, [7] * 3000,
+]  # fmt: skip
+MORE_KEYS = (
+    "split.count", "split.no", "split.tensors.count", "general.type", "general.alignment", "tokenizer.chat_template",
+    "tokenizer.chat_template.other", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.add_eos_token", "tokenizer.ggml.scores", "qwen3.rope.scaling.type", "qwen3.rope.scaling.factor",
+    "qwen3.rope.scale_linear", "qwen3.rope.scaling.original_context_length", "qwen3.attention.causal",
+    "qwen3.rope.dimension_count", "qwen3.expert_count", "qwen3.vocab_size",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tiny: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    header, data = read_header(tiny), tiny.read_bytes()
+    numbers = {name: number for number, name in TYPES.items()}
+    tensors = {
+        name: Stored(numbers[each.dtype], each.shape, data[each.offset : each.offset + each.num_bytes])
+        for name, each in header.tensors.items()
+    }
+    return dict(header.metadata), tensors
+
+
+@pytest.mark.parametrize("value_number", range(len(ODD)))
+def test_no_value_of_any_key_is_more_than_a_sentence(
+    value_number: int, parts: tuple[dict[str, Any], dict[str, Stored]], tmp_path: Path
+) -> None:
+    metadata, tensors = parts
+    odd = ODD[value_number]
+    small = {key: each for key, each in metadata.items() if not isinstance(each, list)}
+    for key in (*metadata, *MORE_KEYS):
+        base = metadata if key.startswith("tokenizer") else {**small, "tokenizer.ggml.tokens": ["a"]}
+        file = write_gguf(tmp_path / "x.gguf", {**base, key: odd}, tensors)
+        try:
+            folder_of(file, tmp_path / "cache", quiet)
+        except ConfigError as error:
+            assert "\n" not in error.message and len(error.message) < 600, key
+    for made in (tmp_path / "cache").glob("*") if (tmp_path / "cache").exists() else ():
+        with contextlib.suppress(ConfigError):
+            read_model_spec(made)
+        with contextlib.suppress(ConfigError):
+            Tokenizer.load(made)
+
+
 # -------------------------------------------------------------------------------------------------------------- headers
 
 SMALL = header_of(
