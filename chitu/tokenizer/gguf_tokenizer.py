@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 """Types of tokens; the others are plain texts and bytes."""
+MAX_CUTS = 1 << 28
+"""Most characters of all parts of all tokens; Gemma's have 16 million."""
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _WORDS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -210,6 +212,8 @@ def _sentencepiece(
     has_prefix = keys.take("add_space_prefix", bool, not is_gemma)
     vocabulary = _vocabulary(keys, tokens, set())
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), special["unk_token"])
+    if sum(len(token) ** 2 for token in tokens) > MAX_CUTS:
+        raise ConfigError(f"{keys.where}: {PREFIX}tokens has too many long texts")
     merges = _merges(keys, vocabulary) if keys.has("merges") else _merges_of(vocabulary, scores)
     model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
