@@ -34,6 +34,10 @@ END_TEXTS = (
 HARMONY_ENDS, HARMONY_MIDDLE = ("<|return|>", "<|call|>"), "<|end|>"
 """Beside the first two, `<|end|>` ends a message and not the text."""
 _OF_LAYER, _OF_EXPERTS = re.compile(r"blk\.(\d{1,6})\."), re.compile(r"_exps\.(weight|bias)$")
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""Keys of `general.sampling` that files have of late -> those of generation_config.json."""
 CONTROL = 3
 """Type of a special token."""
 
@@ -153,7 +157,8 @@ def _common(data: _Metadata) -> dict[str, Any]:
 
 def _head_dim(data: _Metadata, config: Mapping[str, Any]) -> int:
     whole: int = data.take("attention.key_length", "count", config["hidden_size"] // config["num_attention_heads"])
-    for key in ("attention.value_length", "rope.dimension_count"):
+    alike = ("attention.value_length", "rope.dimension_count")
+    for key in (*alike, *(f"{key}_swa" for key in ("attention.key_length", *alike))):
         value = data.take(key, "count", whole)
         if value != whole:
             raise UnsupportedModel(
@@ -398,8 +403,8 @@ def _numbers(data: _Metadata, name: str) -> np.ndarray[Any, Any]:
 
 
 def generation_of(header: Header) -> dict[str, Any]:
-    """Return the generation_config.json: the tokens that end a text. The metadata have those of a text, of a turn and
-    of a message apart, and often only one of them."""
+    """Return the generation_config.json: how the model is meant to be sampled, if the file says so, and the tokens that
+    end a text. The metadata have those of a text, of a turn and of a message apart, and often only one of them."""
     data, where = header.metadata, f"model.path: {header.file}"
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = [_value(data, name, "natural", REQUIRED, where) for name in names if name in data]
@@ -411,4 +416,7 @@ def generation_of(header: Header) -> dict[str, Any]:
         if all(text in special for text in HARMONY_ENDS) and HARMONY_MIDDLE in special:
             ends.remove(special[HARMONY_MIDDLE])
         found += ends
-    return {"eos_token_id": list(dict.fromkeys(found))} if found else {}
+    given = {name: f"general.sampling.{key}" for key, name in SAMPLING.items() if f"general.sampling.{key}" in data}
+    sampling = {name: _value(data, key, "number", REQUIRED, where) for name, key in given.items()}
+    sampling = {name: _shortest(value) if isinstance(value, float) else value for name, value in sampling.items()}
+    return {**sampling, "eos_token_id": list(dict.fromkeys(found))} if found else sampling

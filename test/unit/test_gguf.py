@@ -35,7 +35,7 @@ from support.gguf_files import (
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.launch.gguf_folder import folder_of
+from chitu.launch.gguf_folder import folder_of, is_gguf
 from chitu.models import gguf
 from chitu.models.checkpoint import check_checkpoint, damaged_tensor
 from chitu.models.config import model_hash, read_model_spec
@@ -305,6 +305,14 @@ def test_a_text_ends_at_each_token_that_ends_a_turn(
     assert sorted(generation_of(read_header(file))["eos_token_id"]) == ends
 
 
+def test_what_a_file_says_of_sampling_is_in_generation_config(tmp_path: Path) -> None:
+    said = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 0}
+    metadata = {"general.architecture": "qwen3", **{f"general.sampling.{key}": each for key, each in said.items()}}
+    file = write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": stored(np.zeros((2, 2)))})
+    found = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert generation_of(read_header(file)) == found
+
+
 # ------------------------------------------------------------------------------------------------------------- tensors
 
 
@@ -553,6 +561,17 @@ def split(file: Path, folder: Path, count: int, **more: Any) -> list[Path]:
         metadata = {**(header.metadata if number == 0 else {}), **marks}
         files.append(write_gguf(folder / f"m-{number + 1:05}-of-{count:05}.gguf", metadata, own))
     return files
+
+
+def test_a_file_of_a_cache_is_known_by_its_first_bytes(tiny: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-00ff"
+    blob.symlink_to(tiny)
+    assert is_gguf(blob) and is_gguf(tiny)
+    (tmp_path / "text").write_text("no model")
+    (tmp_path / "wrong.gguf").write_text("no model")
+    assert not is_gguf(tmp_path / "text") and not is_gguf(tmp_path) and not is_gguf(tmp_path / "none.gguf")
+    with pytest.raises(ConfigError, match="is no GGUF file"):
+        folder_of(tmp_path / "wrong.gguf", tmp_path / "cache", quiet)
 
 
 def test_split_files_are_one_model(tiny: Path, tmp_path: Path) -> None:
