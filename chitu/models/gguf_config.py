@@ -284,6 +284,21 @@ def _gemma3(data: _Metadata) -> dict[str, Any]:
     }
 
 
+def _phi3(data: _Metadata) -> dict[str, Any]:
+    """Return those of Phi-4. The ropes of others are in tensors, which have no names here."""
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "sliding_window": data.take("attention.sliding_window", "natural", 0) or None,
+        "original_max_position_embeddings": data.take(
+            "rope.scaling.original_context_length", "count", data.take("context_length", "count")
+        ),
+        "pad_token_id": None,  # the default of the config class is a token that smaller vocabularies lack
+        **_dense(data),
+    }
+
+
 def _gpt_oss(data: _Metadata) -> dict[str, Any]:
     data.only("expert_gating_func", 3)
     inner = data.take("expert_feed_forward_length", "count")
@@ -309,7 +324,7 @@ def _gpt_oss(data: _Metadata) -> dict[str, Any]:
 
 _FAMILIES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "gemma2": _gemma2, "gemma3": _gemma3,
-    "gpt-oss": _gpt_oss,
+    "phi3": _phi3, "gpt-oss": _gpt_oss,
 }  # fmt: skip
 
 

@@ -114,6 +114,16 @@ NAMES: Mapping[str, Names] = {
     ),
     "gemma2": Names(_GEMMA, adds_one=True),
     "gemma3": Names({**_GEMMA, **_QK_NORM}, adds_one=True),
+    "phi3": Names(
+        {
+            **_FFN_NORM,
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
     "gpt-oss": Names(
         {
             **_ATTENTION,

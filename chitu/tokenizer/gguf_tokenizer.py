@@ -65,6 +65,8 @@ class Split(NamedTuple):
 SPLITS: Mapping[str, Split] = {
     "gpt-2": Split(),
     "smollm": Split(splits_digits=True),
+    "starcoder": Split(splits_digits=True),
+    "refact": Split(splits_digits=True),
     "llama-bpe": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
     "llama3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
     "llama-v3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
@@ -204,6 +206,8 @@ def _sentencepiece(
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     keys.take("pre", str)  # says "default"
+    if architecture == "phi3":  # its special tokens take the spaces behind them, which the file does not say
+        raise UnsupportedModel(f"{keys.where}: vocabularies of SentencePiece are not supported for {architecture!r}")
     is_gemma = architecture.startswith("gemma")
     scores = keys.listed("scores", float, len(tokens))
     if is_gemma:  # the file has the runs of spaces as they are in texts, and scores that are not the order of merges

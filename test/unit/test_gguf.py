@@ -68,10 +68,13 @@ RECORDED = {
 SOURCES = {
     name: config
     for name, config in PUBLISHED.items()
-    if config["architectures"][0] in ARCHITECTURES and "0528" not in name and "Ministral-8B" not in name
+    if config["architectures"][0] in ARCHITECTURES
+    and "0528" not in name
+    and "Ministral-8B" not in name
+    and "mini" not in name
 }
-"""Published configs of architectures that are read: all but one that is refused, and one whose windows llama.cpp's
-converter does not write."""
+"""Published configs of architectures that are read: all but two that are refused for their ropes, and one whose windows
+llama.cpp's converter does not write."""
 
 
 def vector_of(dtype: str) -> np.ndarray:
@@ -145,7 +148,7 @@ def test_the_config_of_a_file_is_the_published_one(name: str, tmp_path: Path) ->
     assert not unlike
 
 
-GENERIC = [name for name in SOURCES if SOURCES[name]["model_type"] in ("gemma3_text", "gpt_oss", "mixtral")]
+GENERIC = [name for name in SOURCES if SOURCES[name]["model_type"] in ("gemma3_text", "gpt_oss", "mixtral", "phi3")]
 NOT_COMPUTED = {
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "dtype", "router_aux_loss_coef",
     "quantization_config", "use_cache", "initializer_range", "cache_implementation", "torch_dtype", "experts_per_token",
@@ -163,7 +166,7 @@ def test_what_the_modules_of_transformers_are_given_is_what_the_published_config
     known = transformers.CONFIG_MAPPING[published["model_type"]]
     found, wanted = (known.from_dict(dict(each)).to_dict() for each in (made, published))
     for each in (found, wanted):
-        each["head_dim"] = each["head_dim"] or each["hidden_size"] // each["num_attention_heads"]
+        each["head_dim"] = each.get("head_dim") or each["hidden_size"] // each["num_attention_heads"]
         for rope in [each.get("rope_parameters") or {}, *(each.get("rope_parameters") or {}).values()]:
             if isinstance(rope, dict):  # defaults, which some configs write
                 for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
@@ -327,13 +330,22 @@ def random_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in found.items()}
 
 
-OWN = ["Llama-3.1-8B-Instruct", "Mistral-Nemo-Instruct-2407", "Qwen2.5-7B-Instruct", "Qwen3-0.6B", "Qwen3-30B-A3B"]
+BIASED = "Llama-3.1-8B-Instruct with biases"
+OWN = [
+    "Llama-3.1-8B-Instruct",
+    BIASED,
+    "Mistral-Nemo-Instruct-2407",
+    "Qwen2.5-7B-Instruct",
+    "Qwen3-0.6B",
+    "Qwen3-30B-A3B",
+]
 
 
 @pytest.fixture(params=OWN)
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """Return a checkpoint in safetensors, and the folder of the GGUF file made of it, without a tokenizer."""
-    config = dict(PUBLISHED[request.param])
+    config = dict(PUBLISHED[request.param.removesuffix(" with biases")])
+    config |= {"attention_bias": True, "mlp_bias": True} if request.param == BIASED else {}
     spec = spec_of(tmp_path / "published", config)
     save_file(random_tensors({"spec": spec}), tmp_path / "published" / "model.safetensors")
     convert(tmp_path / "published", tmp_path / "model.gguf")
