@@ -152,7 +152,7 @@ GENERIC = [name for name in SOURCES if SOURCES[name]["model_type"] in ("gemma3_t
 NOT_COMPUTED = {
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "dtype", "router_aux_loss_coef",
     "quantization_config", "use_cache", "initializer_range", "cache_implementation", "torch_dtype", "experts_per_token",
-    "_name_or_path", "initial_context_length", "sliding_window_pattern",
+    "_name_or_path", "initial_context_length", "sliding_window_pattern", "auto_map",
 }  # fmt: skip
 
 
@@ -166,6 +166,7 @@ def test_what_the_modules_of_transformers_are_given_is_what_the_published_config
     known = transformers.CONFIG_MAPPING[published["model_type"]]
     found, wanted = (known.from_dict(dict(each)).to_dict() for each in (made, published))
     for each in (found, wanted):
+        each.setdefault("attention_bias", False)
         each["head_dim"] = each.get("head_dim") or each["hidden_size"] // each["num_attention_heads"]
         for rope in [each.get("rope_parameters") or {}, *(each.get("rope_parameters") or {}).values()]:
             if isinstance(rope, dict):  # defaults, which some configs write
