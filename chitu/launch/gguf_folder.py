@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chitu.errors import ConfigError
-from chitu.models.gguf import SPLIT, SUFFIX, Header, read_headers, split_files
+from chitu.models.gguf import MAGIC, SPLIT, SUFFIX, Header, read_headers, split_files
 from chitu.models.gguf_config import config_of, generation_of
 from chitu.tokenizer.gguf_tokenizer import tokenizer_files
 
@@ -31,8 +31,14 @@ LINK = "model"
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether this is a GGUF file, by its name."""
-    return path.suffix == SUFFIX and path.is_file()
+    """Return whether this is a GGUF file, by its name or its first bytes (in caches the name is a digest)."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as stream:
+            return path.suffix == SUFFIX or stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def gguf_in(folder: Path) -> Path | None:

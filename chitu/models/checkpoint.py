@@ -26,7 +26,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
-from chitu.models.gguf import SUFFIX
+from chitu.models.gguf import BLOCKS, SCALES, SUFFIX
 from chitu.models.gguf_names import GgufTensor, read_gguf
 from chitu.models.logical_tensors import logical_tensors
 from chitu.models.quantization import Quantization
@@ -299,21 +299,24 @@ def damaged_tensor(path: str | Path, most_bytes: int = LOOK_BYTES) -> str:
     total = sum(entry.num_bytes for entry in entries.values())
     for name, entry in entries.items():
         share = min(entry.num_bytes, max(BLOCK_BYTES, entry.num_bytes * most_bytes // max(1, total)))
-        if entry.dtype in _EXPONENTS and not _is_finite(entry, share):
+        if (entry.dtype in _EXPONENTS or entry.dtype in SCALES) and not _is_finite(entry, share):
             return name
     return ""
 
 
 def _is_finite(entry: Entry, num_bytes: int) -> bool:
-    kind, exponent = _EXPONENTS[entry.dtype]
+    kind, exponent = _EXPONENTS["F16" if entry.dtype in SCALES else entry.dtype]
     count = -(-num_bytes // BLOCK_BYTES)
     mask = np.array(exponent, dtype=kind)
+    unit = BLOCKS[entry.dtype][1] if entry.dtype in SCALES else mask.itemsize
     with entry.file.open("rb", buffering=0) as stream:
         for block in range(count):
             first = (entry.num_bytes - BLOCK_BYTES) * block // max(1, count - 1) if entry.num_bytes > BLOCK_BYTES else 0
-            first -= first % mask.itemsize
+            first -= first % unit
             data = os.pread(stream.fileno(), min(BLOCK_BYTES, entry.num_bytes - first), entry.offset + first)
-            numbers = np.frombuffer(data, kind)
+            units = np.frombuffer(data, np.uint8, len(data) // unit * unit).reshape(-1, unit)
+            places = SCALES.get(entry.dtype, (0,))
+            numbers = np.stack([units[:, at : at + mask.itemsize] for at in places]).view(kind)
             if bool(((numbers & mask) == mask).any()):
                 return False
     return True

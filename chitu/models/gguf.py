@@ -39,6 +39,7 @@ MAX_ALIGNMENT = 1 << 20
 FIRST_TENSOR_BYTES, FIRST_KEY_BYTES = 24, 13
 """Least bytes of a tensor's and of a key's record."""
 MAX_DIMS = 4
+SHOWN_CHARS = 60
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of one of several files of a model."""
 TYPES = {
@@ -57,6 +58,11 @@ BLOCKS = {
     "IQ4_XS": (256, 136), "MXFP4": (32, 17), "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2),
 }  # fmt: skip
 """Type -> numbers and bytes of a block. A row is whole blocks."""
+SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Type -> bytes of a block at which it has float16 numbers. MXFP4 has a power of 2, which is always finite."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 
@@ -194,7 +200,7 @@ def _read(reader: _Reader, file: Path, where: str) -> Header:
         found[name] = _place(reader, name, where)
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or not 0 < align <= MAX_ALIGNMENT or align & (align - 1):
-        raise ConfigError(f"{where} is damaged: general.alignment is {align!r}, not a power of 2")
+        raise ConfigError(f"{where} is damaged: general.alignment is {shown(align)}, not a power of 2")
     begin = -(-reader.at // align) * align
     return Header(file, metadata, _placed(found, begin, align, file, where), reader.at)
 
@@ -233,6 +239,12 @@ def _placed(found: Mapping[str, Place], begin: int, align: int, file: Path, wher
     return {name: place._replace(offset=begin + place.offset) for name, place in found.items()}
 
 
+def shown(value: object) -> str:
+    """Return a value of a file for a message: its beginning, if it is long."""
+    text = repr(value[:SHOWN_CHARS] if isinstance(value, str | list) else value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
 def split_files(file: Path) -> list[Path]:
     """Return all files of the model of which this is one. ConfigError if one is missing."""
     found = SPLIT.fullmatch(file.name)
@@ -253,16 +265,17 @@ def read_headers(files: Sequence[Path]) -> list[Header]:
     files of one model."""
     headers = [read_header(file) for file in files]
     first = headers[0].metadata
-    count = first.get("split.count", 1)
-    if count > 1 or len(headers) > 1:
+    if first.get("split.count", 1) not in (0, 1) or len(headers) > 1:
         for number, header in enumerate(headers):
             stated = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1)
             if stated != (number, len(headers)):
                 raise ConfigError(
-                    f"model.path: {header.file} is file {stated[0]} (from 0 on) of {stated[1]} by its header, not file "
-                    f"{number} of {len(headers)}"
+                    f"model.path: {header.file} is file {shown(stated[0])} (from 0 on) of {shown(stated[1])} by its "
+                    f"header, not file {number} of {len(headers)}"
                 )
         wanted, found = first.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
         if wanted not in (None, found):
-            raise ConfigError(f"model.path: {files[0]} and its other files have {found} tensors instead of {wanted}")
+            raise ConfigError(
+                f"model.path: {files[0]} and its other files have {found} tensors instead of {shown(wanted)}"
+            )
     return [Header(each.file, first, each.tensors, each.num_bytes) for each in headers]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import REQUIRED, Key, Kind, value_of
-from chitu.models.gguf import Header, Place
+from chitu.models.config_keys import KINDS, REQUIRED, Kind
+from chitu.models.gguf import Header, Place, shown
 from chitu.models.gguf_names import ROPE_FACTORS, architecture_of
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -34,6 +34,10 @@ END_TEXTS = (
 HARMONY_ENDS, HARMONY_MIDDLE = ("<|return|>", "<|call|>"), "<|end|>"
 """Beside the first two, `<|end|>` ends a message and not the text."""
 _OF_LAYER, _OF_EXPERTS = re.compile(r"blk\.(\d{1,6})\."), re.compile(r"_exps\.(weight|bias)$")
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""Keys of `general.sampling` that files have of late -> those of generation_config.json."""
 CONTROL = 3
 """Type of a special token."""
 
@@ -55,7 +59,7 @@ class _Metadata:
         """Return the value of a key, as the shortest number of its float32 if it is one."""
         name = self._prefix + key
         self._left.discard(name)
-        value = value_of(self.all, name, Key(kind, default), self.where)
+        value = _value(self.all, name, kind, default, self.where)
         return _shortest(value) if isinstance(value, float) else value
 
     def only(self, key: str, *values: Any) -> None:
@@ -63,7 +67,9 @@ class _Metadata:
         self._left.discard(self._prefix + key)
         value = self.all.get(self._prefix + key, values[0])
         if value not in values:
-            raise UnsupportedModel(f"{self.where}: {self._prefix}{key} {value!r} is not supported (only {values[0]!r})")
+            raise UnsupportedModel(
+                f"{self.where}: {self._prefix}{key} {shown(value)} is not supported (only {values[0]!r})"
+            )
 
     def has(self, key: str) -> bool:
         return self._prefix + key in self.all
@@ -75,6 +81,16 @@ class _Metadata:
                 f"{self.where}: the key {left[0]!r} is not known here"
                 + (f", nor are {len(left) - 1} others" if len(left) > 1 else "")
             )
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: Kind, default: Any, where: str) -> Any:
+    value = metadata.get(key, default)
+    words, is_right = KINDS[kind]
+    if key in metadata and not is_right(value):
+        raise ConfigError(f"{where}: {key} is {shown(value)}, not {words}")
+    if key not in metadata and default == REQUIRED:
+        raise ConfigError(f"{where} lacks {key!r}")
+    return value
 
 
 def _shortest(value: float) -> float:
@@ -135,13 +151,14 @@ def _common(data: _Metadata) -> dict[str, Any]:
     for key, ours in (("bos", "bos"), ("eos", "eos")):
         name = f"tokenizer.ggml.{key}_token_id"
         if name in data.all:
-            config[f"{ours}_token_id"] = value_of(data.all, name, Key("natural"), data.where)
+            config[f"{ours}_token_id"] = _value(data.all, name, "natural", REQUIRED, data.where)
     return config
 
 
 def _head_dim(data: _Metadata, config: Mapping[str, Any]) -> int:
     whole: int = data.take("attention.key_length", "count", config["hidden_size"] // config["num_attention_heads"])
-    for key in ("attention.value_length", "rope.dimension_count"):
+    alike = ("attention.value_length", "rope.dimension_count")
+    for key in (*alike, *(f"{key}_swa" for key in ("attention.key_length", *alike))):
         value = data.take(key, "count", whole)
         if value != whole:
             raise UnsupportedModel(
@@ -267,6 +284,21 @@ def _gemma3(data: _Metadata) -> dict[str, Any]:
     }
 
 
+def _phi3(data: _Metadata) -> dict[str, Any]:
+    """Return those of Phi-4. The ropes of others are in tensors, which have no names here."""
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "sliding_window": data.take("attention.sliding_window", "natural", 0) or None,
+        "original_max_position_embeddings": data.take(
+            "rope.scaling.original_context_length", "count", data.take("context_length", "count")
+        ),
+        "pad_token_id": None,  # the default of the config class is a token that smaller vocabularies lack
+        **_dense(data),
+    }
+
+
 def _gpt_oss(data: _Metadata) -> dict[str, Any]:
     data.only("expert_gating_func", 3)
     inner = data.take("expert_feed_forward_length", "count")
@@ -292,7 +324,7 @@ def _gpt_oss(data: _Metadata) -> dict[str, Any]:
 
 _FAMILIES: Mapping[str, Callable[[_Metadata], dict[str, Any]]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "gemma2": _gemma2, "gemma3": _gemma3,
-    "gpt-oss": _gpt_oss,
+    "phi3": _phi3, "gpt-oss": _gpt_oss,
 }  # fmt: skip
 
 
@@ -315,7 +347,9 @@ def _rope(data: _Metadata, head_dim: int) -> dict[str, Any]:
     plain = {"rope_type": "default", "rope_theta": theta}
     if ROPE_FACTORS in data.tensors:
         if kind != "none":
-            raise UnsupportedModel(f"{data.where}: {ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
+            raise UnsupportedModel(
+                f"{data.where}: {ROPE_FACTORS} beside rope.scaling.type {shown(kind)} is not supported"
+            )
         return {**plain, **_llama3(data, theta, head_dim)}
     if kind == "none":
         return plain
@@ -331,7 +365,9 @@ def _rope(data: _Metadata, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
             **({} if (fast, slow) == (32.0, 1.0) else betas),
         }
-    raise UnsupportedModel(f"{data.where}: rope.scaling.type {kind!r} is not supported (known: none, linear, yarn)")
+    raise UnsupportedModel(
+        f"{data.where}: rope.scaling.type {shown(kind)} is not supported (known: none, linear, yarn)"
+    )
 
 
 def _llama3(data: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
@@ -382,17 +418,20 @@ def _numbers(data: _Metadata, name: str) -> np.ndarray[Any, Any]:
 
 
 def generation_of(header: Header) -> dict[str, Any]:
-    """Return the generation_config.json: the tokens that end a text. The metadata have those of a text, of a turn and
-    of a message apart, and often only one of them."""
+    """Return the generation_config.json: how the model is meant to be sampled, if the file says so, and the tokens that
+    end a text. The metadata have those of a text, of a turn and of a message apart, and often only one of them."""
     data, where = header.metadata, f"model.path: {header.file}"
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = [value_of(data, name, Key("natural"), where) for name in names if name in data]
+    found = [_value(data, name, "natural", REQUIRED, where) for name in names if name in data]
     tokens, types = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, list):
         named = enumerate(zip(tokens, types, strict=False))
-        special = {token: index for index, (token, kind) in named if kind == CONTROL}
+        special = {token: index for index, (token, kind) in named if kind == CONTROL and isinstance(token, str)}
         ends = [special[text] for text in END_TEXTS if text in special]
         if all(text in special for text in HARMONY_ENDS) and HARMONY_MIDDLE in special:
             ends.remove(special[HARMONY_MIDDLE])
         found += ends
-    return {"eos_token_id": list(dict.fromkeys(found))} if found else {}
+    given = {name: f"general.sampling.{key}" for key, name in SAMPLING.items() if f"general.sampling.{key}" in data}
+    sampling = {name: _value(data, key, "number", REQUIRED, where) for name, key in given.items()}
+    sampling = {name: _shortest(value) if isinstance(value, float) else value for name, value in sampling.items()}
+    return {**sampling, "eos_token_id": list(dict.fromkeys(found))} if found else sampling

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.gguf import BLOCKS, Header, read_headers
+from chitu.models.gguf import BLOCKS, Header, read_headers, shown
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a factor for each frequency of the rope; `gguf_config.py` makes parameters of config.json of it."""
@@ -114,6 +114,16 @@ NAMES: Mapping[str, Names] = {
     ),
     "gemma2": Names(_GEMMA, adds_one=True),
     "gemma3": Names({**_GEMMA, **_QK_NORM}, adds_one=True),
+    "phi3": Names(
+        {
+            **_FFN_NORM,
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
     "gpt-oss": Names(
         {
             **_ATTENTION,
@@ -136,14 +146,16 @@ def architecture_of(header: Header) -> str:
     where, kind = f"model.path: {header.file}", header.metadata.get("general.type", "model")
     name = header.metadata.get("general.architecture")
     if kind != "model" or name == "clip":
-        words = "the part of a model for images or sound (mmproj)" if name == "clip" or kind == "mmproj" else repr(kind)
-        raise UnsupportedModel(f"{where} is no model but {words}: give the file of the model itself")
-    if name not in NAMES:
-        raise UnsupportedModel(
-            f"{where}: GGUF files of the architecture {name!r} are not supported (known: {', '.join(NAMES)}); take "
-            "the folder with safetensors that it was made of"
+        words = (
+            "the part of a model for images or sound (mmproj)" if name == "clip" or kind == "mmproj" else shown(kind)
         )
-    return str(name)
+        raise UnsupportedModel(f"{where} is no model but {words}: give the file of the model itself")
+    if not isinstance(name, str) or name not in NAMES:
+        raise UnsupportedModel(
+            f"{where}: GGUF files of the architecture {shown(name)} are not supported (known: {', '.join(NAMES)}); "
+            "take the folder with safetensors that it was made of"
+        )
+    return name
 
 
 def read_gguf(files: Sequence[Path]) -> Iterator[tuple[str, GgufTensor]]:
@@ -218,7 +230,7 @@ def _ordered(tensor: GgufTensor, target: str, part: str, names: Names, header: H
         rows = tensor.shape[0] // heads if isinstance(heads, int) and heads > 0 else 0
         if not rows or rows % 2 or tensor.shape[0] % rows:
             raise ConfigError(
-                f"model.path: {header.file} is damaged: {target} has {tensor.shape[0]} rows for {heads!r} heads"
+                f"model.path: {header.file} is damaged: {target} has {tensor.shape[0]} rows for {shown(heads)} heads"
             )
         return tensor._replace(order=Order(head_rows=rows))
     return tensor

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 """Types of tokens; the others are plain texts and bytes."""
+MAX_CUTS = 1 << 28
+"""Most characters of all parts of all tokens; Gemma's have 16 million."""
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _WORDS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -63,6 +65,8 @@ class Split(NamedTuple):
 SPLITS: Mapping[str, Split] = {
     "gpt-2": Split(),
     "smollm": Split(splits_digits=True),
+    "starcoder": Split(splits_digits=True),
+    "refact": Split(splits_digits=True),
     "llama-bpe": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
     "llama3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
     "llama-v3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
@@ -115,7 +119,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, str]:
     model = keys.take("model", str)
     if model not in _MODELS:
         raise UnsupportedModel(
-            f"{where}: the vocabulary {model!r} (tokenizer.ggml.model) is not supported (known: {', '.join(_MODELS)})"
+            f"{where}: the vocabulary {str(model)[:60]!r} (tokenizer.ggml.model) is not supported (known: "
+            f"{', '.join(_MODELS)})"
         )
     tokens = keys.listed("tokens", str)
     types = keys.listed("token_type", int, len(tokens)) if keys.has("token_type") else [1] * len(tokens)
@@ -148,7 +153,7 @@ def _merges(keys: _Keys, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]
     for text in keys.listed("merges", str):
         left, _, right = text.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ConfigError(f"{keys.where}: {PREFIX}merges has {text!r}, of which a part is no token")
+            raise ConfigError(f"{keys.where}: {PREFIX}merges has {text[:60]!r}, of which a part is no token")
         found.append((left, right))
     return found
 
@@ -160,7 +165,7 @@ def _vocabulary(keys: _Keys, tokens: list[str], left_out: set[int]) -> dict[str,
         if index in left_out:
             continue
         if found.setdefault(token, index) != index:
-            raise ConfigError(f"{keys.where}: {PREFIX}tokens has {token!r} twice, as {found[token]} and {index}")
+            raise ConfigError(f"{keys.where}: {PREFIX}tokens has {token[:60]!r} twice, as {found[token]} and {index}")
     return found
 
 
@@ -173,7 +178,7 @@ def _byte_level(
     pre = keys.take("pre", str)
     if pre not in SPLITS:
         raise UnsupportedModel(
-            f"{keys.where}: the way to split texts {pre!r} (tokenizer.ggml.pre) is not supported (known: "
+            f"{keys.where}: the way to split texts {str(pre)[:60]!r} (tokenizer.ggml.pre) is not supported (known: "
             f"{', '.join(SPLITS)})"
         )
     for key, kind in (("add_space_prefix", bool), ("scores", list)):  # of SentencePiece
@@ -201,6 +206,8 @@ def _sentencepiece(
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     keys.take("pre", str)  # says "default"
+    if architecture == "phi3":  # its special tokens take the spaces behind them, which the file does not say
+        raise UnsupportedModel(f"{keys.where}: vocabularies of SentencePiece are not supported for {architecture!r}")
     is_gemma = architecture.startswith("gemma")
     scores = keys.listed("scores", float, len(tokens))
     if is_gemma:  # the file has the runs of spaces as they are in texts, and scores that are not the order of merges
@@ -209,6 +216,8 @@ def _sentencepiece(
     has_prefix = keys.take("add_space_prefix", bool, not is_gemma)
     vocabulary = _vocabulary(keys, tokens, set())
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), special["unk_token"])
+    if sum(len(token) ** 2 for token in tokens) > MAX_CUTS:
+        raise ConfigError(f"{keys.where}: {PREFIX}tokens has too many long texts")
     merges = _merges(keys, vocabulary) if keys.has("merges") else _merges_of(vocabulary, scores)
     model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)

@@ -31,7 +31,7 @@ NAMES = (
     "Llama-3.1-8B-Instruct",
     "Qwen2.5-7B-Instruct",
     "Qwen3-30B-A3B",
-    *(("Mixtral-8x7B-v0.1", "gemma-3-1b-it", "gpt-oss-20b") if HAS_MODELS else ()),
+    *(("phi-4", "Mixtral-8x7B-v0.1", "gemma-3-1b-it", "gpt-oss-20b") if HAS_MODELS else ()),
 )
 """Every architecture that is read, but one that the list of published configs lacks."""
 

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
     "GptOssForCausalLM": "gpt-oss",
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -186,6 +187,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if arch == "phi3":
+        found |= {
+            "phi3.rope.dimension_count": config["hidden_size"] // heads,
+            "phi3.attention.sliding_window": config["sliding_window"] or 0,
+            "phi3.rope.scaling.original_context_length": config["original_max_position_embeddings"],
+        }
     if arch in ("gemma2", "gemma3", "gpt-oss"):
         found[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -209,8 +216,9 @@ _NAMES = {
     r"input_layernorm": "attn_norm", r"self_attn\.q_proj": "attn_q", r"self_attn\.k_proj": "attn_k",
     r"self_attn\.v_proj": "attn_v", r"self_attn\.o_proj": "attn_output", r"self_attn\.q_norm": "attn_q_norm",
     r"self_attn\.k_norm": "attn_k_norm", r"mlp\.gate_proj": "ffn_gate", r"mlp\.up_proj": "ffn_up",
-    r"mlp\.down_proj": "ffn_down", r"(mlp|block_sparse_moe)\.(gate|router)": "ffn_gate_inp",
-    r"pre_feedforward_layernorm": "ffn_norm", r"post_feedforward_layernorm": "post_ffw_norm",
+    r"mlp\.down_proj": "ffn_down", r"mlp\.gate_up_proj": "ffn_up", r"self_attn\.qkv_proj": "attn_qkv",
+    r"(mlp|block_sparse_moe)\.(gate|router)": "ffn_gate_inp", r"pre_feedforward_layernorm": "ffn_norm",
+    r"post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_PARTS = {

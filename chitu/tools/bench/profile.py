@@ -26,6 +26,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
+from chitu.launch.model_source import find_model
 from chitu.launch.router_calls import credential
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import LoadReport
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [word for word in arguments.topology if "=" not in word]
         overrides = [word for word in arguments.topology if "=" in word]
         overrides += ["model.served_name=m", "dp_config.router.port=0", "cache.prefix_cache=false"]
-        overrides += [f"model.path={arguments.model}"] if arguments.model else []
+        if arguments.model:
+            overrides.append(f"model.path={find_model(arguments.model, False, print).path}")
         topology = load_topology(names[0] if names else None, overrides)
         with LocalCluster(topology) as cluster:
             cluster.wait_ready()
