@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chitu.errors import ConfigError
-from chitu.models.gguf import MAGIC, SPLIT, SUFFIX, Header, read_headers, split_files
+from chitu.models.gguf import MAGIC, SPLIT, SUFFIX, GgufHeader, read_headers, split_files
 from chitu.models.gguf_config import config_of, generation_of
 from chitu.tokenizer.gguf_tokenizer import tokenizer_files
 
@@ -87,7 +87,7 @@ def _stem(file: Path) -> str:
     return re.sub(r"[^\w.-]", "_", served_name(file))[:STEM_CHARS]
 
 
-def _digest(headers: Sequence[Header]) -> str:
+def _digest(headers: Sequence[GgufHeader]) -> str:
     digest = hashlib.sha256()
     for header in headers:
         with header.file.open("rb") as stream:
@@ -101,7 +101,7 @@ def _links(count: int) -> list[str]:
     return [f"{LINK}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
 
 
-def _make(target: Path, files: Sequence[Path], headers: Sequence[Header]) -> None:
+def _make(target: Path, files: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
     """Write the folder elsewhere and move it to its place, so that it is whole or not there."""
     first = headers[0]
     texts = {

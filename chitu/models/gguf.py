@@ -67,7 +67,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _LIST = 8, 9
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is in its file."""
 
     offset: int
@@ -82,17 +82,17 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     file: Path
     metadata: Mapping[str, Any]
     """Of one of several files: that of the first."""
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, TensorPlace]
     """By the file's own names."""
     num_bytes: int
     """Of the header itself."""
 
 
-class _Reader:
+class _HeaderReader:
     """The bytes of a header, from the first on; only as much of the file as was asked for is in memory."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
@@ -157,19 +157,19 @@ class _Reader:
         return [self.value(inner, what, depth + 1) for _ in range(count)]
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GgufHeader:
     """Return the header. Raises ConfigError for a file that is no whole GGUF file, UnsupportedModel for a version or a
     type of numbers that is not read here."""
     where = f"model.path: {file}"
     try:
         refuse_lfs_pointer(file)
         with file.open("rb") as stream:
-            return _read(_Reader(stream, where), file, where)
+            return _read(_HeaderReader(stream, where), file, where)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
 
 
-def _read(reader: _Reader, file: Path, where: str) -> Header:
+def _read(reader: _HeaderReader, file: Path, where: str) -> GgufHeader:
     reader.need(len(MAGIC), "its mark")
     if bytes(reader.take("4s", "its mark")[0]) != MAGIC:
         raise ConfigError(f"{where} is no GGUF file")
@@ -192,7 +192,7 @@ def _read(reader: _Reader, file: Path, where: str) -> Header:
         if key in metadata:
             raise ConfigError(f"{where} is damaged: it has the key {key!r} twice")
         metadata[key] = reader.value(reader.take("I", f"the type of {key!r}")[0], f"the key {key!r}")
-    found: dict[str, Place] = {}
+    found: dict[str, TensorPlace] = {}
     for index in range(num_tensors):
         name = reader.text(f"the name of tensor {index}", MAX_NAME_BYTES)
         if name in found:
@@ -202,10 +202,10 @@ def _read(reader: _Reader, file: Path, where: str) -> Header:
     if not isinstance(align, int) or not 0 < align <= MAX_ALIGNMENT or align & (align - 1):
         raise ConfigError(f"{where} is damaged: general.alignment is {shown(align)}, not a power of 2")
     begin = -(-reader.at // align) * align
-    return Header(file, metadata, _placed(found, begin, align, file, where), reader.at)
+    return GgufHeader(file, metadata, _placed(found, begin, align, file, where), reader.at)
 
 
-def _place(reader: _Reader, name: str, where: str) -> Place:
+def _place(reader: _HeaderReader, name: str, where: str) -> TensorPlace:
     what = f"the tensor {name!r}"
     (dims,) = reader.take("I", what)
     if not 0 < dims <= MAX_DIMS:
@@ -221,10 +221,10 @@ def _place(reader: _Reader, name: str, where: str) -> Place:
     numbers = BLOCKS[TYPES[kind]][0]
     if 0 in shape or shape[-1] % numbers:
         raise ConfigError(f"{where} is damaged: {what} of shape {shape} has no whole blocks of {numbers}")
-    return Place(offset, TYPES[kind], shape)
+    return TensorPlace(offset, TYPES[kind], shape)
 
 
-def _placed(found: Mapping[str, Place], begin: int, align: int, file: Path, where: str) -> dict[str, Place]:
+def _placed(found: Mapping[str, TensorPlace], begin: int, align: int, file: Path, where: str) -> dict[str, TensorPlace]:
     """Return the tensors with their places in the file, which must not overlap nor end behind the file."""
     size, end = file.stat().st_size, 0
     for name, place in sorted(found.items(), key=lambda item: item[1].offset):
@@ -260,7 +260,7 @@ def split_files(file: Path) -> list[Path]:
     return files
 
 
-def read_headers(files: Sequence[Path]) -> list[Header]:
+def read_headers(files: Sequence[Path]) -> list[GgufHeader]:
     """Return the headers of the files of one model, all with the metadata of the first. ConfigError if they are not the
     files of one model."""
     headers = [read_header(file) for file in files]
@@ -278,4 +278,4 @@ def read_headers(files: Sequence[Path]) -> list[Header]:
             raise ConfigError(
                 f"model.path: {files[0]} and its other files have {found} tensors instead of {shown(wanted)}"
             )
-    return [Header(each.file, first, each.tensors, each.num_bytes) for each in headers]
+    return [GgufHeader(each.file, first, each.tensors, each.num_bytes) for each in headers]

@@ -17,7 +17,7 @@ import numpy as np
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import KINDS, REQUIRED, Kind
-from chitu.models.gguf import Header, Place, shown
+from chitu.models.gguf import GgufHeader, TensorPlace, shown
 from chitu.models.gguf_names import ROPE_FACTORS, architecture_of
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -45,11 +45,11 @@ CONTROL = 3
 class _Metadata:
     """The keys of the architecture; `finish` refuses those that nothing asked for."""
 
-    def __init__(self, headers: Sequence[Header]) -> None:
+    def __init__(self, headers: Sequence[GgufHeader]) -> None:
         header = headers[0]
         self.architecture, self.where = architecture_of(header), f"model.path: {header.file}"
         self.all = header.metadata
-        self.tensors: dict[str, tuple[Header, Place]] = {
+        self.tensors: dict[str, tuple[GgufHeader, TensorPlace]] = {
             name: (each, place) for each in headers for name, place in each.tensors.items()
         }
         self._prefix = f"{self.architecture}."
@@ -98,7 +98,7 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value))) if math.isfinite(value) and float(np.float32(value)) == value else value
 
 
-def config_of(headers: Sequence[Header]) -> dict[str, Any]:
+def config_of(headers: Sequence[GgufHeader]) -> dict[str, Any]:
     """Return the config.json of a model's files. Raises ConfigError for keys that are missing or contradict each other,
     UnsupportedModel for what is not known here."""
     data = _Metadata(headers)
@@ -417,7 +417,7 @@ def _numbers(data: _Metadata, name: str) -> np.ndarray[Any, Any]:
 # ------------------------------------------------------------------------------------------------------- end of a text
 
 
-def generation_of(header: Header) -> dict[str, Any]:
+def generation_of(header: GgufHeader) -> dict[str, Any]:
     """Return the generation_config.json: how the model is meant to be sampled, if the file says so, and the tokens that
     end a text. The metadata have those of a text, of a turn and of a message apart, and often only one of them."""
     data, where = header.metadata, f"model.path: {header.file}"

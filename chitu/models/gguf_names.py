@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.gguf import BLOCKS, Header, read_headers, shown
+from chitu.models.gguf import BLOCKS, GgufHeader, read_headers, shown
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with a factor for each frequency of the rope; `gguf_config.py` makes parameters of config.json of it."""
@@ -40,7 +40,7 @@ _BARE = ("self_attn.sinks", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names without `.weight` behind them; a bias has `_bias`."""
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """How a tensor of the file differs from that of a Hugging Face checkpoint."""
 
     head_rows: int = 0
@@ -64,7 +64,7 @@ class GgufTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     """As stored, rows first."""
-    order: Order = Order()
+    order: RowOrder = RowOrder()
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +74,7 @@ class GgufTensor(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Return whether it is stored as safetensors has it."""
-        return self.dtype in PLAIN and self.order == Order()
+        return self.dtype in PLAIN and self.order == RowOrder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ NAMES: Mapping[str, Names] = {
 """Architectures that are read."""
 
 
-def architecture_of(header: Header) -> str:
+def architecture_of(header: GgufHeader) -> str:
     """Return the architecture by llama.cpp's name. UnsupportedModel if it is not read here, or the file is no model."""
     where, kind = f"model.path: {header.file}", header.metadata.get("general.type", "model")
     name = header.metadata.get("general.architecture")
@@ -165,7 +165,7 @@ def read_gguf(files: Sequence[Path]) -> Iterator[tuple[str, GgufTensor]]:
         yield from named_tensors(header)
 
 
-def named_tensors(header: Header) -> Iterator[tuple[str, GgufTensor]]:
+def named_tensors(header: GgufHeader) -> Iterator[tuple[str, GgufTensor]]:
     """Yield the tensors of one file with their names."""
     architecture = architecture_of(header)
     names = NAMES[architecture]
@@ -182,12 +182,12 @@ def named_tensors(header: Header) -> Iterator[tuple[str, GgufTensor]]:
             yield from _of_layer(tensor, name, layer[1], layer[2], layer[3], names, header)
 
 
-def _unknown(name: str, header: Header) -> UnsupportedModel:
+def _unknown(name: str, header: GgufHeader) -> UnsupportedModel:
     return UnsupportedModel(f"model.path: {header.file} has a tensor {name!r}, which is not known here")
 
 
 def _of_layer(
-    tensor: GgufTensor, name: str, layer: str, part: str, kind: str, names: Names, header: Header
+    tensor: GgufTensor, name: str, layer: str, part: str, kind: str, names: Names, header: GgufHeader
 ) -> Iterator[tuple[str, GgufTensor]]:
     prefix = f"model.layers.{layer}"
     if part in names.experts:
@@ -199,7 +199,7 @@ def _of_layer(
             yield target, tensor._replace(offset=tensor.offset + expert * step, shape=tensor.shape[1:])
     elif part in names.pairs:
         other, of_both = names.pairs[part]
-        order = Order(
+        order = RowOrder(
             is_transposed=kind == "weight",
             pair=f"blk.{layer}.{other}.{kind}" if other and of_both else "",
             target=_spelled(f"{prefix}.{of_both}", kind) if of_both else "",
@@ -219,12 +219,12 @@ def _spelled(stem: str, kind: str) -> str:
     return stem if kind == "weight" else f"{stem}_bias"
 
 
-def _ordered(tensor: GgufTensor, target: str, part: str, names: Names, header: Header) -> GgufTensor:
+def _ordered(tensor: GgufTensor, target: str, part: str, names: Names, header: GgufHeader) -> GgufTensor:
     """Return the tensor with what was done to it."""
     if names.adds_one and target.endswith("norm.weight"):
         if tensor.dtype not in PLAIN:
             raise UnsupportedModel(f"model.path: {header.file}: a quantised norm ({target}) is not supported")
-        return tensor._replace(order=Order(added=1.0))
+        return tensor._replace(order=RowOrder(added=1.0))
     if names.turns_heads and part in ("attn_q", "attn_k"):
         heads = _heads(header.metadata, part)
         rows = tensor.shape[0] // heads if isinstance(heads, int) and heads > 0 else 0
@@ -232,7 +232,7 @@ def _ordered(tensor: GgufTensor, target: str, part: str, names: Names, header: H
             raise ConfigError(
                 f"model.path: {header.file} is damaged: {target} has {tensor.shape[0]} rows for {shown(heads)} heads"
             )
-        return tensor._replace(order=Order(head_rows=rows))
+        return tensor._replace(order=RowOrder(head_rows=rows))
     return tensor
 
 

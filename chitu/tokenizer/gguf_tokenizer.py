@@ -48,7 +48,7 @@ TEMPLATE = "tokenizer.chat_template"
 _NAME = re.compile(r"\w[\w-]*")
 
 
-class Split(NamedTuple):
+class TextSplit(NamedTuple):
     """How a text is split before its bytes are merged."""
 
     pattern: str = ""
@@ -62,20 +62,20 @@ class Split(NamedTuple):
     """Whether bos is put before a text unless the metadata say otherwise."""
 
 
-SPLITS: Mapping[str, Split] = {
-    "gpt-2": Split(),
-    "smollm": Split(splits_digits=True),
-    "starcoder": Split(splits_digits=True),
-    "refact": Split(splits_digits=True),
-    "llama-bpe": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
-    "llama3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
-    "llama-v3": Split(LLAMA3, takes_whole_words=True, adds_bos=True),
-    "smaug-bpe": Split(LLAMA3),
-    "dbrx": Split(LLAMA3),
-    "qwen2": Split(QWEN2, is_composed=True),
-    "deepseek-r1-qwen": Split(QWEN2, is_composed=True),
-    "gpt-4o": Split(GPT4O),
-    "tekken": Split(TEKKEN, takes_whole_words=True, adds_bos=True),
+SPLITS: Mapping[str, TextSplit] = {
+    "gpt-2": TextSplit(),
+    "smollm": TextSplit(splits_digits=True),
+    "starcoder": TextSplit(splits_digits=True),
+    "refact": TextSplit(splits_digits=True),
+    "llama-bpe": TextSplit(LLAMA3, takes_whole_words=True, adds_bos=True),
+    "llama3": TextSplit(LLAMA3, takes_whole_words=True, adds_bos=True),
+    "llama-v3": TextSplit(LLAMA3, takes_whole_words=True, adds_bos=True),
+    "smaug-bpe": TextSplit(LLAMA3),
+    "dbrx": TextSplit(LLAMA3),
+    "qwen2": TextSplit(QWEN2, is_composed=True),
+    "deepseek-r1-qwen": TextSplit(QWEN2, is_composed=True),
+    "gpt-4o": TextSplit(GPT4O),
+    "tekken": TextSplit(TEKKEN, takes_whole_words=True, adds_bos=True),
 }
 """`tokenizer.ggml.pre` of byte-level vocabularies -> how they split."""
 
