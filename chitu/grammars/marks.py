@@ -27,21 +27,9 @@ def text_up_to(mark: str, added_tokens: Mapping[str, int], rule: str = "led") ->
     # A lazy lexeme ends with the first mark, where free text is over.
     spelled = f"{rule}_spelled"
     rules = [rf"{spelled}[lazy]: /(.|\n)*/ {quoted(mark)}"]
-    by_token = text_by_token(mark, added_tokens)
-    return [*rules, f"{rule}: {spelled} | {by_token}" if by_token else f"{rule}: {spelled}"]
-
-
-def text_by_token(mark: str, added_tokens: Mapping[str, int], text: str = "TEXT") -> str:
-    """Return a part of a rule: a text up to and including a `mark` that is written with the token in it; empty: it has
-    none. `text`: the rule of texts; `TEXT` needs `FREE_TEXT`."""
-    parts = _parts(mark, added_tokens)
-    at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
-    if at is None:
-        return ""
     # What precedes the token in the mark is within the text.
-    behind = "".join(parts[at + 1 :])
-    rest = f" {with_marks(behind, added_tokens)}" if behind else ""
-    return f"{text} <[{added_tokens[parts[at]]}]>{rest}"
+    _, behind = token_in(mark, added_tokens)
+    return [*rules, f"{rule}: {spelled} | TEXT {behind}" if behind else f"{rule}: {spelled}"]
 
 
 def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:
@@ -50,6 +38,25 @@ def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:
         f"({quoted(part)} | <[{added_tokens[part]}]>)" if part in added_tokens else quoted(part)
         for part in _parts(text, added_tokens)
     )
+
+
+def token_in(text: str, added_tokens: Mapping[str, int]) -> tuple[str, str]:
+    """Return what precedes the first added token in a text, and a part of a rule of all from that token on; the text
+    and nothing if it has none."""
+    parts = _parts(text, added_tokens)
+    at = next((i for i, part in enumerate(parts) if part in added_tokens), None)
+    if at is None:
+        return text, ""
+    behind = "".join(parts[at + 1 :])
+    rest = f" {with_marks(behind, added_tokens)}" if behind else ""
+    return "".join(parts[:at]), f"<[{added_tokens[parts[at]]}]>{rest}"
+
+
+def behind_tokens(text: str, added_tokens: Mapping[str, int]) -> tuple[str, str]:
+    """Return all of a text up to its last added token, as a part of a rule, and what follows that token."""
+    parts = _parts(text, added_tokens)
+    at = max((i + 1 for i, part in enumerate(parts) if part in added_tokens), default=0)
+    return with_marks("".join(parts[:at]), added_tokens) if at else "", "".join(parts[at:])
 
 
 def _parts(text: str, added_tokens: Mapping[str, int]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import quoted, text_by_token
+from chitu.grammars.marks import quoted, token_in
 from chitu.grammars.patterns import FORMATS, searched, terminal
 from chitu.grammars.schema import ONE_OF, missing_target, target_of
 
@@ -156,8 +156,11 @@ def _are_apart(each_of: Sequence[Sequence[Text]]) -> bool:
 class RawText:
     """Rules of the raw texts of one grammar, each with `end` behind it."""
 
-    def __init__(self, prefix: str, begin: str, end: str) -> None:
+    def __init__(self, prefix: str, begin: str, end: str, added_tokens: Mapping[str, int]) -> None:
         """`begin`: what precedes the name of an argument."""
+        self._ahead, self._token = token_in(end, added_tokens)
+        """If the end has an added token: what precedes it in the end, and the rest as a part of a rule. A terminal has
+        no tokens, so such an end is spelled, or begins behind the terminal of the text."""
         self.rules: list[str] = []
         self.places: list[tuple[str, str]] = []
         """Terminals, each with the place of its schema."""
@@ -177,41 +180,30 @@ class RawText:
 
     def free(self) -> str:
         """Return the rule of any text and its end."""
-        return self._rule(f"({_any(0, None)} & {self._no_tag}) {quoted(self._end)}", is_lazy=False)
-
-    def free_to_token(self, added_tokens: Mapping[str, int]) -> str:
-        """Return the rule of any text and an end that is written with the token in it; empty: it has none."""
-        if not text_by_token(self._end, added_tokens):
-            return ""
-        text = self._rule(f"({_any(0, None)} & {self._no_tag})", is_lazy=False)
-        return text_by_token(self._end, added_tokens, text)
+        return self._ended(f"({_any(0, None)} & {self._no_tag})")
 
     def rule_of(self, text: Text, path: str) -> str:
         """Return what the text and its end are, as a part of a rule. Raise InvalidRequest for bounds that cannot be
         enforced."""
-        end = quoted(self._end)
-        if text.is_null:
-            return quoted(f"null{self._end}")
-        if text.words is not None:
-            if not text.terminals:
-                return f"({' | '.join(quoted(word + self._end) for word in text.words)})"
-            words = " | ".join(map(quoted, text.words))
-            return self._terminal(f"(({words}) & {' & '.join(text.terminals)}) {end}", path)
+        words = " | ".join(map(quoted, ("null",) if text.is_null else text.words or ()))
+        if words and not text.terminals:
+            return self._ended(f"({words})")
+        if words:
+            return self._ended(f"(({words}) & {' & '.join(text.terminals)})", path)
         if text.terminals and (text.least or text.most is not None):
             # Lengths and the whole end in one expression would take the engine too long.
             body = " & ".join((*text.terminals, _any(text.least, text.most), f"/{self._no_end}/"))
-            return self._terminal(f"({body}) {end}", path)
+            return self._ended(f"({body})", path)
         if text.terminals or (text.least and text.most is None):
             body = " & ".join(text.terminals) or _any(text.least, None)
-            return self._terminal(f"({body} & {self._no_tag}) {end}", path)
+            return self._ended(f"({body} & {self._no_tag})", path)
         if text.most is not None:
             return self._counted(text.least, text.most, path)
         return self.free()
 
     def _counted(self, least: int, most: int, path: str) -> str:
-        end = quoted(self._end)
         if most <= COUNTED_CHARS:
-            return self._rule(f"{self._first(least)}{_any(0, most - least)} {end}", is_lazy=True)
+            return self._ended(f"{self._first(least)}{_any(0, most - least)}", is_lazy=True)
         if least >= PIECE_CHARS:
             raise InvalidRequest(
                 f"minLength of {least} cannot be enforced beside a maxLength of {most}", f"{path}.minLength"
@@ -233,7 +225,7 @@ class RawText:
             return self._rule(f"{head}/{'|'.join(ends)}/", is_lazy=False)
 
         def last(head: str, left: int) -> str:
-            return self._rule(f"{head}({_any(0, left)} | {_any(left, left)} /{run}/) {end}", is_lazy=True)
+            return self._ended(f"{head}({_any(0, left)} | {_any(left, left)} /{run}/)", is_lazy=True)
 
         any_piece, left = piece("", PIECE_CHARS - 1), PIECE_CHARS - 1
         any_last, very_last = last("", left), last("", left + rest)
@@ -250,10 +242,16 @@ class RawText:
             return ""
         return f"({_any(least, least)} & /{self._no_end}[^{self._before_end}]/) "
 
-    def _terminal(self, body: str, path: str) -> str:
-        name = self._rule(body, is_lazy=False)
-        self.places.append((path, body))
-        return name
+    def _ended(self, body: str, path: str = "", is_lazy: bool = False) -> str:
+        """Return a text and its end, as a part of a rule. `path`: the place of its schema, if that may be at fault."""
+        whole = f"{body} {quoted(self._end)}"
+        if path:
+            self.places.append((path, whole))
+        spelled = self._rule(whole, is_lazy)
+        if not self._token:
+            return spelled
+        ahead = f"{body} {quoted(self._ahead)}" if self._ahead else body
+        return f"({spelled} | {self._rule(ahead, False)} {self._token})"
 
     def _rule(self, body: str, is_lazy: bool) -> str:
         """Return the name of the rule that is this; equal ones are one."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import quoted, text_by_token, with_marks
+from chitu.grammars.marks import behind_tokens, quoted, token_in, with_marks
 from chitu.grammars.patterns import searched, terminal
 from chitu.grammars.raw_text import RawText, Text, Trail, is_raw_text, texts_of, types_of
 from chitu.grammars.schema import ONE_OF, enforceable, standalone, target_of
@@ -183,10 +184,10 @@ class FieldRules:
         json_options: Mapping[str, Any],
         added_tokens: Mapping[str, int],
     ) -> None:
-        self._tokens = added_tokens
         self._rule, self._root, self._fields, self._options = rule, enforceable(schema), fields, json_options
+        self._added = added_tokens
         self._rules: list[str] = []
-        self._texts = RawText(rule, fields.begin, fields.end) if not fields.separator else None
+        self._texts = RawText(rule, fields.begin, fields.end, added_tokens) if not fields.separator else None
         self._values: dict[str, str | None] = {}
         """Rule of each argument, by name and schemas; None: no value is allowed."""
 
@@ -271,23 +272,32 @@ class FieldRules:
         return f"{rule}_first_0"
 
     def _value(self, name: str, schemas: Sequence[tuple[Any, str]], is_raw: bool) -> str | None:
-        head = with_marks(self._fields.begin + name + self._middle(is_raw), self._tokens)
+        def head(middle: str) -> str:
+            return with_marks(self._fields.begin + name + middle, self._added)
+
         return self._argument(head, schemas, is_raw, f"{name}\n")
 
-    def _argument(self, head: str, schemas: Sequence[tuple[Any, str]], is_raw: bool, label: str) -> str | None:
-        """Return the rule of an argument; None if it can have no value."""
+    def _argument(
+        self, head: Callable[[str], str], schemas: Sequence[tuple[Any, str]], is_raw: bool, label: str
+    ) -> str | None:
+        """Return the rule of an argument; None if it can have no value. `head` returns what precedes the value, with a
+        `middle`."""
         if any(schema is False for schema, _ in schemas):
             return None
-        key = label + json.dumps([schema for schema, _ in schemas])
+        key, fields = label + json.dumps([schema for schema, _ in schemas]), self._fields
         if key not in self._values:
-            body = self._raw(schemas) if is_raw and self._texts is not None else self._json(schemas)
-            name = f"{self._rule}_{len(self._values)}" if body else None
+            if is_raw and self._texts is not None:
+                bodies = self._raw(head, schemas)
+            else:
+                bodies = [f"{head(fields.json_middle or fields.middle)} {self._json(schemas)}"]
+            name = f"{self._rule}_{len(self._values)}" if bodies else None
             self._values[key] = name
             if name is not None:
-                self._rules.append(f"{name}: {head} {body}")
+                self._rules.append(f"{name}: {' | '.join(bodies)}")
         return self._values[key]
 
-    def _raw(self, schemas: Sequence[tuple[Any, str]]) -> str:
+    def _raw(self, head: Callable[[str], str], schemas: Sequence[tuple[Any, str]]) -> list[str]:
+        """Return what a text may be, with its head, as parts of a rule; none if it can be nothing."""
         assert self._texts is not None
         found: list[Text] = [Text(), Text(is_null=True)]
         for schema, path in schemas:
@@ -295,29 +305,19 @@ class FieldRules:
             found = [both for one in found for other in each if (both := one.both(other)) is not None]
         if not any("null" in types_of(schema, self._root) for schema, _ in schemas):
             found = [text for text in found if not text.is_null]  # the text `null` is a string
+        nulls, texts = [], dict.fromkeys(found)
+        if self._fields.json_middle and any(text.is_null for text in texts):  # the head tells it from a text
+            nulls = [f"{head(self._fields.json_middle)} {quoted('null')} {with_marks(self._fields.end, self._added)}"]
+            texts = dict.fromkeys(text for text in texts if not text.is_null)
         path = schemas[0][1] if schemas else ""
-        if Text() in found:
-            by_token = self._texts.free_to_token(self._tokens)
-            return f"({self._texts.free()} | {by_token})" if by_token else self._texts.free()
-        has_token = bool(text_by_token(self._fields.end, self._tokens))
-        parts = []
-        for text in dict.fromkeys(found):
-            words = ("null",) if text.is_null else text.words
-            if words is not None and not text.terminals and has_token:
-                parts.append(f"({' | '.join(map(quoted, words))}) {with_marks(self._fields.end, self._tokens)}")
-            else:  # the end of a text that follows a pattern or has a length is spelled
-                parts.append(self._texts.rule_of(text, path))
-        return f"({' | '.join(parts)})" if parts else ""
+        parts = [self._texts.free()] if Text() in texts else [self._texts.rule_of(text, path) for text in texts]
+        return [f"{head(self._fields.middle)} ({' | '.join(parts)})", *nulls] if parts else nulls
 
     def _json(self, schemas: Sequence[tuple[Any, str]]) -> str:
         each = [schema for schema, _ in schemas if schema is not True]
         own = each[0] if len(each) == 1 else {"allOf": each} if each else {}
         told = json.dumps({**standalone(own, self._root), "x-guidance": dict(self._options)})
-        return f"%json {told} {with_marks(self._fields.end, self._tokens)}"
-
-    def _middle(self, is_raw: bool) -> str:
-        """Return what is between the name of an argument and its value."""
-        return self._fields.middle if is_raw else self._fields.json_middle or self._fields.middle
+        return f"%json {told} {with_marks(self._fields.end, self._added)}"
 
     def _others(self, form: _Form) -> str:
         """Return the rule of an argument that is not listed; empty: there is none."""
@@ -351,18 +351,20 @@ class FieldRules:
             kinds.append((name_of_any, rest))
         made = []
         for name, schemas in kinds:
-            head = f"{self._rule}_head_{len(self._rules)}".upper()
             is_raw = all(is_raw_text(schema, self._root) for schema, _ in schemas)
-            has_tokens = any(mark in self._fields.begin + self._middle(is_raw) for mark in self._tokens if mark)
-            value = self._argument(head.lower() if has_tokens else head, schemas, is_raw, f"{name}\n{but}")
+            value = self._argument(partial(self._head_of, f"({name}{but})"), schemas, is_raw, f"{name}\n{but}")
             if value is not None:
-                ahead, middle = (with_marks(text, self._tokens) for text in (self._fields.begin, self._middle(is_raw)))
-                if has_tokens:  # which no terminal has
-                    self._rules += [f"{head}_NAME: {name}{but}", f"{head.lower()}: {ahead} {head}_NAME {middle}"]
-                else:
-                    self._rules.append(f"{head}: {ahead} ({name}{but}) {middle}")
                 made.append(value)
         return f"({' | '.join(made)})" if made else ""
+
+    def _head_of(self, name: str, middle: str) -> str:
+        """Return what precedes the value of an argument whose name is a terminal. All of it is one terminal, as the
+        engine would not see where a listed name is another one."""
+        ahead, begin = behind_tokens(self._fields.begin, self._added)
+        end, behind = token_in(middle, self._added)
+        rule = f"{self._rule}_head_{len(self._rules)}".upper()
+        self._rules.append(f"{rule}: {quoted(begin)} {name} {quoted(end)}")
+        return f"{ahead} {rule} {behind}"
 
 
 class _Impossible(Exception):

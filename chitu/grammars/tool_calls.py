@@ -64,9 +64,6 @@ def tool_calls_lark(
         rules.append(f"call_{i}: {begin} {json_value(schema, json_options)} {end}")
     if any(call.index_end for call in calls.calls):
         rules.append("INDEX: /[0-9]{1,6}/")
-    has_texts = any(call.fields is not None and not call.fields.separator for call in calls.calls)
-    if has_texts or not (calls.is_required or (calls.is_leading and not calls.text_begin)):
-        rules.append(FREE_TEXT)
     call_of_any = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
     separator = quoted(calls.separator)
     if calls.close:
@@ -82,13 +79,14 @@ def tool_calls_lark(
             start += f" | {head}{answer.partition(':')[0]}"
             rules.append(answer)
     elif calls.text_begin:
+        rules.append(FREE_TEXT)
         start = f"one | {with_marks(calls.text_begin, added_tokens)} TEXT"
     elif calls.is_leading:
         first = f"\\x{{{ord(calls.trigger[0]):x}}}"
         rules.append(rf"OTHER: /\s*([^\s{first}](.|\n)*)?/")
         start = f"one ({separator} one)* | OTHER" if calls.is_parallel and not calls.close else "one | OTHER"
     else:
-        rules += text_up_to(calls.trigger, added_tokens)
+        rules += [FREE_TEXT, *text_up_to(calls.trigger, added_tokens)]
         start = "(led call)* TEXT" if calls.is_parallel else "led call | TEXT"
     return "%llguidance {}\n" + "\n".join([f"start: {start}", *rules]) + "\n"
 

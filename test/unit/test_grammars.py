@@ -31,6 +31,7 @@ from chitu.http.messages.gemma_calls import GemmaParser
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import HARMONY
 from chitu.http.messages.section_calls import DeepSeekParser, FencedDeepSeekParser, KimiParser
+from chitu.http.messages.tagged_calls import CompactGLMParser, GLMParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
@@ -323,6 +324,7 @@ FORMATS: list[type[CallParser]] = [
 ADDED = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]"),
     *dict.fromkeys(mark for calls in FORMATS for mark in calls.needed),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 
 
@@ -461,6 +463,37 @@ def test_calls_with_many_marks_are_enforced_as_the_tokens_of_these(calls: type[C
         schema = Grammar("json_schema", json.dumps(SCHEMA), msgspec.structs.replace(reasoning, head=HARMONY.head))
         assert is_answer(schema, f'{thought}{HARMONY.head}{{"x": 3}}', False)
         assert not is_answer(schema, f'{thought}{{"x": 3}}', False)
+
+
+TEXTS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "any < text", ""),
+    ({"pattern": "^[0-9]{3}$"}, "123", "12"),
+    ({"pattern": "a", "maxLength": 9}, "cab", "cb"),
+    ({"format": "date"}, "2024-02-29", "2024-02-30"),
+    ({"minLength": 2}, "ab", "a"),
+    ({"minLength": 2, "maxLength": 4}, "abc", "abcde"),
+    ({"maxLength": 900}, "ab" * 300, "x" * 901),
+    ({"minLength": 2, "maxLength": 900}, "ab" * 300, "x"),
+    ({"enum": ["yes", "no"]}, "no", "nay"),
+    ({"enum": ["yes", "no"], "pattern": "y"}, "yes", "no"),
+]
+
+
+@pytest.mark.parametrize("is_spelled", [False, True])
+@pytest.mark.parametrize("calls", [GLMParser, CompactGLMParser, DSMLParser])
+def test_texts_of_every_kind_end_with_tags_that_are_tokens_or_spelled(
+    calls: type[CallParser], is_spelled: bool
+) -> None:
+    form, (begin, end) = calls.fields, calls.written("f")
+    assert form is not None
+    end += calls.section_end
+    for schema, right, wrong in TEXTS:
+        parameters = {"type": "object", "properties": {"x": {"type": "string", **schema}}, "required": ["x"]}
+        tools = [{"function": {"name": "f", "parameters": parameters}}]
+        grammar = grammar_of_calls(calls, tools, ["p"], False, False)
+        for text, is_right in ((right, True), (wrong, not schema)):
+            call = f"{begin}{form.begin}x{form.middle}{text}{form.end}{end}"
+            assert is_answer(grammar, call, is_spelled) is is_right, (schema, text)
 
 
 @pytest.mark.parametrize("is_required", [False, True])
