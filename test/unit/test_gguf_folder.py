@@ -84,6 +84,29 @@ def merged(text: str, scores: Mapping[str, float]) -> list[str]:
         pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
 
 
+@given(seed=st.integers(0, 1000), text=st.text("ab ", max_size=30))
+def test_a_vocabulary_of_gemma_merges_in_the_order_of_its_tokens(seed: int, text: str) -> None:
+    """Whatever the scores say; and the file has runs of spaces as they are in texts."""
+    source = random.Random(seed)
+    letters = ["a", "b", "\u2581"]
+    longer = list({"".join(source.choice(letters) for _ in range(source.randint(2, 5))) for _ in range(25)})
+    source.shuffle(longer)
+    spelled = [token.replace("\u2581", " ") if set(token) == {"\u2581"} else token for token in longer]
+    tokens = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *spelled, *letters]
+    metadata = {
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [source.random() for _ in tokens],
+        "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * (len(tokens) - 258)],
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    backend = tokenizers.Tokenizer.from_str(tokenizer_files(metadata, "")["tokenizer.json"])
+    ranks = {token: -float(rank) for rank, token in enumerate(longer)}
+    assert backend.encode(text).tokens == ["<bos>", *merged(text.replace(" ", "\u2581"), ranks)]
+    assert backend.decode(backend.encode(text).ids) == text
+
+
 @given(seed=st.integers(0, 1000), text=st.text("abc ", max_size=30))
 def test_a_vocabulary_of_sentencepiece_has_its_tokens(seed: int, text: str) -> None:
     """The merges follow from the scores: the file has none."""
