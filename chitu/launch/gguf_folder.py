@@ -42,9 +42,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder without config.json, the first if the model is split, or None if it has none.
-    ConfigError if it has several models."""
-    if (folder / "config.json").is_file() or not folder.is_dir():
+    """Return the GGUF file of a folder that is no checkpoint, the first if the model is split, or None if it has none.
+    ConfigError if it has several models. Folders of GGUF files often have a config.json and no tokenizer."""
+    is_whole = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    if is_whole or not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
     models = first_files(sorted(folder.glob(f"*{SUFFIX}")))
     if len(models) > 1:

@@ -66,6 +66,11 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
         _require_hub(word, f"hf download {repository}{part}", why_not, may_download)
         say(f"downloading {word} from the Hugging Face hub")
         path = _download(repository, files)
+        if not named and not any(Path(path).glob("*.safetensors")):
+            raise ConfigError(
+                f"--model {word}: the repository has no safetensors file; if it has GGUF files, give the kind of one, "
+                f"too: {word}:Q4_K_M"
+            )
     if not named:
         return ModelSource(path, word)
     return ModelSource(str(folder_of(_only_model(Path(path), files, word), _cache("gguf"), say)), word)

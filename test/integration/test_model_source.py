@@ -65,13 +65,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == f"/api/models/{REPOSITORY}" or path.startswith(f"/api/models/{REPOSITORY}/revision/"):
-            names = [file.name for file in (*TINY_MODEL_DIR.iterdir(), *GGUF_FILES)] + [*SECOND_COPIES]
+            names = [file.name for file in (*_tiny_files(), *GGUF_FILES)] + [*SECOND_COPIES]
             listed = {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
             self._answer(json.dumps(listed).encode(), "application/json")
         elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
             entries = [
                 {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
-                for file in TINY_MODEL_DIR.iterdir()
+                for file in _tiny_files()
             ]
             entries += [
                 {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
@@ -99,6 +99,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *args: object) -> None: ...
+
+
+def _tiny_files() -> list[Path]:
+    return [file for file in TINY_MODEL_DIR.iterdir() if file.suffix != ".safetensors" or not GGUF_FILES]
 
 
 def _file(path: str) -> Path:
@@ -150,6 +154,8 @@ def test_a_gguf_file_of_a_hub_is_downloaded_and_served_by_its_kind(
     assert f"model.path={home}/.cache/chitu/gguf/Tiny-Q8_0-" in again.stdout
     missing = chitu(tmp_path, "serve", "--model", f"{REPOSITORY}:Q2_K", endpoint=hub)
     assert missing.returncode == 2 and "has not one GGUF file of this kind (none)" in missing.stderr
+    without = chitu(tmp_path, "serve", "--model", REPOSITORY, endpoint=hub)
+    assert without.returncode == 2 and f"give the kind of one, too: {REPOSITORY}:Q4_K_M" in without.stderr
 
 
 def test_a_gguf_file_is_served_with_the_answers_of_its_checkpoint(home: Path, tmp_path: Path) -> None:
@@ -167,6 +173,9 @@ def test_what_is_no_model_is_told_from_a_gguf_file(home: Path, tmp_path: Path) -
     (files / "mmproj-a.gguf").write_bytes(b"no model")
     alone = chitu(tmp_path, "plan", "--model", str(files))
     assert alone.returncode == 0 and 'model.served_name="a"' in alone.stdout, alone.stderr
+    (files / "config.json").write_text("{}")  # as in some repositories, without a tokenizer
+    assert chitu(tmp_path, "plan", "--model", str(files)).stdout == alone.stdout
+    (files / "config.json").unlink()
     (files / "b.gguf").write_bytes(first.read_bytes()[:5000])
     for words, part in (
         (["--model", str(files)], "holds 2 models: give the file of one of them (a.gguf, b.gguf)"),

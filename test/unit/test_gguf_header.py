@@ -120,6 +120,15 @@ def test_lists_in_lists_end_somewhere(tmp_path: Path) -> None:
     assert "a value of type 9" in refused(data.ljust(1 << 15, b"\0"), tmp_path)
 
 
+def test_lists_have_no_more_values_than_any_vocabulary(tmp_path: Path) -> None:
+    count = (4 << 20) // 2 + 1
+    one = struct.pack("<IIQ", 9, 0, count) + bytes(count)
+    keys = b"".join(struct.pack("<Q", 1) + name + one for name in (b"a", b"b"))
+    assert "more than 4194304 values, with the key 'b'" in refused(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + keys + bytes(64), tmp_path
+    )
+
+
 def test_a_text_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
     key = struct.pack("<Q", 1) + b"a" + struct.pack("<IQ", 8, 2) + b"\xff\xfe"
     assert "no UTF-8" in refused(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key.ljust(64, b"\0"), tmp_path)
