@@ -41,7 +41,8 @@ class ModelConfig(Section, frozen=True):
     adapter_model.safetensors). A request chooses one as its `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on CPUs, for any checkpoint, and the checkpoint's own on CUDA. `bfloat16` on CPUs halves
-    the memory; prefill is faster if the CPU has AMX, decode is slower."""
+    the KV cache; prefill is faster if the CPU has AMX, decode is slower. Weights of 16 bits stay so with float32,
+    too."""
     max_model_len: Positive | None = None
     """Maximum tokens (prompt plus output) of one request; unset: the model's own limit."""
     sampling_defaults: Literal["model", "none"] = "model"

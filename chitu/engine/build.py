@@ -116,9 +116,7 @@ def load_model(
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
-    source = WeightSource(
-        path, torch_dtype, target, progress, spec.quantization, keeps_eight_bits=chosen.keeps_eight_bits
-    )
+    source = WeightSource(path, torch_dtype, target, progress, spec.quantization, keeps_small=chosen.keeps_small)
     with torch.inference_mode(), source as weights:
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory

@@ -190,24 +190,25 @@ def weight_problems(
     here: Sequence[Instance],
     available_bytes: int,
     cards: Mapping[int, int],
-    num_eight_bits: int = 0,
+    cpu_bytes: int = 0,
 ) -> Iterator[str]:
     """Yield error texts on weights that one host certainly cannot hold: one for its CPUs, one for each such GPU.
 
-    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `num_eight_bits`: of
-    those, the count that CPUs may keep in 8 bits. `cards`: bytes of
-    each GPU of the host by its index, if known. Skips instances whose devices are not chosen yet.
+    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `cpu_bytes`: of
+    all in a CPU's memory under float32, if kernels keep some small; 0 if none. `cards`: bytes of each GPU of the host
+    by its index, if known. Skips instances whose devices are not chosen yet.
     """
     on_cpus = [item for item in here if "cpu" in item.config.devices]
     dtype = dtype_on(CPU, topology.model.dtype, spec.dtype)
     names = ", ".join(item.name for item in on_cpus)
-    kept = num_eight_bits if dtype == "float32" else 0  # by the kernels, which compute in float32
-    each = (num_weights - kept) * ITEM_BYTES[dtype] + kept
+    wide = num_weights * ITEM_BYTES[dtype]
+    each = min(wide, cpu_bytes or wide) if dtype == "float32" else wide  # the kernels compute in float32
     if MIN_LOADED_SHARE * each * len(on_cpus) > available_bytes:
         half = num_weights * ITEM_BYTES["bfloat16"] * len(on_cpus)
         fits_in_half = dtype == "float32" and half < each * len(on_cpus) and MIN_LOADED_SHARE * half <= available_bytes
+        form = dtype if each == wide else f"{dtype}, or as small as stored"
         yield (
-            f"the weights would have {each / GIB:.1f} GiB ({dtype}) in each of {names} on CPUs, "
+            f"the weights would have {each / GIB:.1f} GiB ({form}) in each of {names} on CPUs, "
             f"{each * len(on_cpus) / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
             "free: use GPUs, fewer instances on this host, a smaller model"
             + (f", or model.dtype=bfloat16 ({half / GIB:.1f} GiB together)" if fits_in_half else "")

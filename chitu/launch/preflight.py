@@ -92,8 +92,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_model_len: int = 0
     num_weights: int = 0
     """Number of weights in the checkpoint's tensors, dequantised."""
-    num_eight_bits: int = 0
-    """Of those, the number that CPUs may keep in 8 bits."""
+    cpu_bytes: int = 0
+    """Of them in a CPU's memory under float32, with those small that CPUs keep small."""
     quantization: str = ""
     """How they are quantised; empty if they are not."""
 
@@ -235,11 +235,11 @@ def memory_findings(
     available_bytes: int,
     num_weights: int = 0,
     cards: Mapping[int, int] = {},
-    num_eight_bits: int = 0,
+    cpu_bytes: int = 0,
 ) -> Iterator[Finding]:
     """Check the memory for the weights and for the KV pages of `num_pages`; pools without it are sized to fit. `cards`
     has the bytes of each GPU of this host."""
-    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards, num_eight_bits):
+    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards, cpu_bytes):
         yield Finding(Level.ERROR, "memory", problem)
     for problem in state_problems(topology, spec, here):
         yield Finding(Level.ERROR, "model", problem)
@@ -274,7 +274,7 @@ def preflight(
     yield from model_findings(found)
     if spec is not None:
         free = available_cpu_bytes()
-        yield from memory_findings(topology, spec, here, free, found.num_weights, cards, found.num_eight_bits)
+        yield from memory_findings(topology, spec, here, free, found.num_weights, cards, found.cpu_bytes)
 
 
 def require_preflight(

@@ -28,10 +28,11 @@ from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
 from chitu.models.gguf import BLOCKS, SCALES, SUFFIX
 from chitu.models.gguf_names import GgufTensor, read_gguf
-from chitu.models.logical_tensors import logical_tensors
+from chitu.models.logical_tensors import WIDE_BYTES, logical_tensors
 from chitu.models.quantization import Quantization
 
 HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 DECODER, BARE_EMBEDDING = "model.", "embed_tokens.weight"
 UNUSED_SUFFIX = "rotary_emb.inv_freq"
 """End of the names of tensors that hold nothing the model needs."""
@@ -64,7 +65,7 @@ which has no infinity, also those of the fraction."""
 def tensor_shapes(spec: ModelSpec, traits: Traits) -> Shapes:
     """Yield name and shape of each tensor that the model takes, except a head that is tied to the embedding."""
     hidden = spec.hidden_size
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
+    yield EMBEDDING, (spec.vocab_size, hidden)
     for index in range(spec.num_layers):
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
@@ -234,8 +235,8 @@ def count_weights(path: str | Path, quantization: Quantization | None = None) ->
 class WeightCount(NamedTuple):
     numbers: int
     """Of all tensors when they are dequantised."""
-    eight_bits: int
-    """Of those that operations may keep in 8 bits."""
+    cpu_bytes: int
+    """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small."""
 
 
 def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
@@ -245,7 +246,8 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
     logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
     found = logical.shapes
     if spec.code == "transformers":  # only its modules tell names; loading refuses what does not fit
-        return WeightCount(logical.count(), 0)
+        num_packed = sum(math.prod(each.shape) for each in logical.packed.values())  # dequantised for modules
+        return WeightCount(logical.count(), logical.plain_bytes + num_packed * WIDE_BYTES)
     wanted = dict(tensor_shapes(spec, traits_of(spec)))
     for name in logical.plain:
         if name in wanted and entries[name].dtype not in FLOATS:
@@ -277,7 +279,7 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
         raise UnsupportedModel(
             f"the checkpoint has {len(unused)} tensors that this model does not use: {', '.join(unused[:4])}"
         )
-    return WeightCount(logical.count(), logical.num_eight_bits)
+    return WeightCount(logical.count(), logical.plain_bytes + logical.packed_bytes)
 
 
 def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:

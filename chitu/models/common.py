@@ -20,7 +20,7 @@ import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.checkpoint import UNUSED_SUFFIX
+from chitu.models.checkpoint import EMBEDDING, HEAD, UNUSED_SUFFIX
 from chitu.models.config import ModelSpec
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
 from chitu.models.families import Traits
@@ -36,16 +36,8 @@ from chitu.models.layers import (
     SparseIndex,
 )
 from chitu.models.weights import Rows, WeightSource
-from chitu.ops.interface import (
-    EightBits,
-    HeadSpec,
-    LatentHeads,
-    LinearWeight,
-    Ops,
-    RotaryTable,
-    Weights,
-    dequantised,
-)
+from chitu.ops.interface import HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
+from chitu.ops.kept import KeptBlocks, Matrix, Weights, dequantised
 from chitu.ops.routing import Router
 
 
@@ -135,8 +127,8 @@ def _stacked(
     if inner < size:
         raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
     own = share_of(inner, size, rank)
-    gate_up: Weights | list[EightBits] = []
-    down: Weights | list[EightBits] = []
+    gate_up: Weights | list[KeptBlocks] = []
+    down: Weights | list[KeptBlocks] = []
     for index, name in enumerate(names):
         rows = [Rows(f"{name}.{part}_proj.weight", inner, own) for part in ("gate", "up")]
         gate_up = _with(gate_up, index, len(names), weights.take_matrices(rows, hidden))
@@ -146,9 +138,9 @@ def _stacked(
     return gate_up, down
 
 
-def _with(before: Weights, index: int, count: int, weight: torch.Tensor | EightBits) -> Weights:
-    """Return the first `index` of `count` matrices with one more: a list while all are in 8 bits, else one tensor."""
-    if isinstance(weight, EightBits) and not isinstance(before, torch.Tensor):
+def _with(before: Weights, index: int, count: int, weight: Matrix) -> Weights:
+    """Return the first `index` of `count` matrices with one more: a list while all are kept small, else one tensor."""
+    if isinstance(weight, KeptBlocks) and not isinstance(before, torch.Tensor):
         return [*before, weight]
     numbers = dequantised(weight)
     if not isinstance(before, torch.Tensor):
@@ -303,16 +295,17 @@ def build_decoder(
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
     layers = [_layer(spec, traits, weights, ops, part, index) for index in range(spec.num_layers)]
     own = part.vocabulary[part.rank]
-    embedding_VD = weights.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=own)
-    if spec.tie_word_embeddings:
-        head_VD = embedding_VD
-        if weights.has("lm_head.weight") and not torch.equal(_head(spec, weights, own), embedding_VD):
-            raise UnsupportedModel(
-                "tie_word_embeddings is true, but the checkpoint has an lm_head.weight of its own: "
-                "versions of transformers disagree on which is used; set it to false if the head is right"
-            )
-    else:
-        head_VD = _head(spec, weights, own)
+    embedding_VD = _table(spec, weights, EMBEDDING, own)
+    embedding = head = ops.prepare(embedding_VD, None)
+    if not spec.tie_word_embeddings:
+        head = ops.prepare(_table(spec, weights, HEAD, own), None)
+    elif weights.has(HEAD) and not torch.equal(
+        dequantised(_table(spec, weights, HEAD, own)), dequantised(embedding_VD)
+    ):
+        raise UnsupportedModel(
+            "tie_word_embeddings is true, but the checkpoint has an lm_head.weight of its own: "
+            "versions of transformers disagree on which is used; set it to false if the head is right"
+        )
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
     weights.ignore(UNUSED_SUFFIX)
     if spec.num_extra_layers:  # for multi-token prediction; the model is complete without them
@@ -322,10 +315,10 @@ def build_decoder(
     assert spec.rope is not None  # our own code computes it
     return DecoderModel(
         ops=ops,
-        embedding_VD=embedding_VD,
+        embedding=embedding,
         layers=layers,
         final_norm_D=final_norm_D,
-        head=ops.prepare(head_VD, None),
+        head=head,
         rotary=rotary_table(rotated, spec.rope, num_positions, device),
         eps=spec.rms_norm_eps,
         shard=shard,
@@ -333,8 +326,8 @@ def build_decoder(
     )
 
 
-def _head(spec: ModelSpec, weights: WeightSource, rows: range) -> torch.Tensor:
-    return weights.take("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=rows)
+def _table(spec: ModelSpec, weights: WeightSource, name: str, rows: range) -> Matrix:
+    return weights.take_matrix(name, spec.vocab_size, spec.hidden_size, rows=rows)
 
 
 def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, index: int) -> DecoderLayer:
@@ -387,7 +380,7 @@ def _mlp(spec: ModelSpec, weights: WeightSource, ops: Ops, part: Part, prefix: s
 
 def _by_output(
     weights: WeightSource, module: str, cuts: list[Rows], inputs: int, has_bias: bool
-) -> tuple[torch.Tensor | EightBits, torch.Tensor | None]:
+) -> tuple[Matrix, torch.Tensor | None]:
     """Return these rows of several matrices as one matrix, and their biases as one vector."""
 
     def parts(kind: str) -> list[Rows]:

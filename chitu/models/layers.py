@@ -210,7 +210,8 @@ class DecoderModel:
     """Weights and constants of a loaded model, or of one rank's part of it."""
 
     ops: Ops
-    embedding_VD: torch.Tensor
+    embedding: LinearWeight
+    """Rows `[V, D]` of the tokens; the same weight as `head` if the two are tied."""
     layers: Sequence[DecoderLayer]
     final_norm_D: torch.Tensor
     head: LinearWeight
@@ -267,11 +268,11 @@ class DecoderModel:
 
     @property
     def hidden_size(self) -> int:
-        return self.embedding_VD.shape[1]
+        return self.embedding.in_features
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding_VD.dtype
+        return self.final_norm_D.dtype
 
     @property
     def is_main(self) -> bool:
@@ -298,10 +299,10 @@ class DecoderModel:
 
     def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         if self.shard is None:
-            return self.embedding_VD[token_ids_T]
+            return self.ops.rows_of(self.embedding, token_ids_T)
         rows = self.vocabulary[self.shard.rank]
         elsewhere_T = (token_ids_T < rows.start) | (token_ids_T >= rows.stop)
-        x_TD = self.embedding_VD[(token_ids_T - rows.start).masked_fill_(elsewhere_T, 0)]
+        x_TD = self.ops.rows_of(self.embedding, (token_ids_T - rows.start).masked_fill_(elsewhere_T, 0))
         return self.shard.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
 
     def _mlp_add(

@@ -17,6 +17,9 @@ from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
 
+WIDE_BYTES = 4
+"""Of a number of float32."""
+
 
 class Header(Protocol):
     """A tensor of a file by its header."""
@@ -92,8 +95,10 @@ class LogicalTensors:
     plain: Mapping[str, tuple[int, ...]]
     """Shapes of those that are stored as they are."""
     packed: Mapping[str, PackedTensor]
-    num_eight_bits: int = 0
-    """Numbers of those that operations may keep in 8 bits: matrices of e4m3."""
+    plain_bytes: int = 0
+    """Of the plain ones in a CPU's memory under float32, by kernels that keep matrices of 16 bits as they are."""
+    packed_bytes: int = 0
+    """Of the packed ones there, if those of the forms that are kept small stay so."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,12 +137,19 @@ def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | 
         if quantization is not None and entry.dtype in EIGHT_BITS and len(entry.shape) > 1:
             raise UnsupportedModel(f"{where}: tensor {name!r} is stored in 8 bits ({entry.dtype}) and has no scale")
         plain[name] = entry.shape
-    small = [
-        each
-        for each in packed.values()
-        if each.code == "number" and len(each.shape) == 2 and entries[each.data].dtype == "F8_E4M3"
-    ]
-    return LogicalTensors(plain, packed, sum(math.prod(each.shape) for each in small))
+    plain_bytes = sum(math.prod(shape) * _plain_bytes(entries[name]) for name, shape in plain.items())
+    return LogicalTensors(plain, packed, plain_bytes, sum(_packed_bytes(each, entries) for each in packed.values()))
+
+
+def _plain_bytes(entry: Header) -> int:
+    return 2 if entry.dtype in ("BF16", "F16") and len(entry.shape) == 2 else WIDE_BYTES
+
+
+def _packed_bytes(packed: PackedTensor, entries: Mapping[str, Header]) -> int:
+    count = math.prod(packed.shape)
+    if packed.code == "number" and len(packed.shape) == 2 and entries[packed.data].dtype == "F8_E4M3":
+        return count + count // packed.block[1] * WIDE_BYTES
+    return count * WIDE_BYTES
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:

@@ -9,38 +9,58 @@ from typing import Any
 import torch
 
 from chitu.models.model import Model
+from chitu.ops.native import PackedWeight
 
 
 def tensors_of(value: Any, name: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a model, with the way to it, in an order that depends only on the kind of model. One that
     is in two places (a tied embedding) comes twice."""
-    if isinstance(value, torch.Tensor):
+    for place, leaf in _leaves(value, name):
+        if isinstance(leaf, torch.Tensor):
+            yield place, leaf
+        else:
+            codes = leaf.codes
+            parts = (leaf.panels, leaf.bias, *(() if codes is None else (codes.scales, codes.added)))
+            yield from ((f"{place}[{at}]", part) for at, part in enumerate(parts) if part is not None)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    """Yield the tensors of a model, and whole the weights that our kernels keep in a form that depends on numbers."""
+    if isinstance(value, torch.Tensor | PackedWeight):
         yield name, value
     elif isinstance(value, torch.nn.Module):
         yield from ((f"{name}.{each}", tensor) for each, tensor in value.named_parameters(remove_duplicate=False))
         yield from ((f"{name}.{each}", tensor) for each, tensor in value.named_buffers(remove_duplicate=False))
     elif isinstance(value, Mapping):
         for key in value:
-            yield from tensors_of(value[key], f"{name}[{key}]")
+            yield from _leaves(value[key], f"{name}[{key}]")
     elif isinstance(value, tuple | list):
         for at, each in enumerate(value):
-            yield from tensors_of(each, f"{name}[{at}]")
+            yield from _leaves(each, f"{name}[{at}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if field.name not in ("ops", "shard"):
-                yield from tensors_of(getattr(value, field.name), f"{name}.{field.name}")
+                yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
     elif hasattr(value, "parts"):  # `GenericModel`, whose modules are the library's
-        yield from tensors_of([value.parts.decoder, value.parts.head], f"{name}.parts")
+        yield from _leaves([value.parts.decoder, value.parts.head], f"{name}.parts")
 
 
 def why_unlike(serving: Model, new: Model) -> str:
-    """Return how the tensors of two models differ beyond their numbers; empty if they do not."""
-    mine, theirs = list(tensors_of(serving)), list(tensors_of(new))
-    for (name, old), (other, tensor) in zip(mine, theirs, strict=False):
-        if (name, old.shape, old.dtype, old.stride()) != (other, tensor.shape, tensor.dtype, tensor.stride()):
-            shapes = tuple(tensor.shape), tuple(old.shape)
-            return f"{other} is {tensor.dtype} {shapes[0]}, and {name} that serves is {old.dtype} {shapes[1]}"
+    """Return how the tensors of two models differ beyond their numbers; empty if they do not. A weight that our kernels
+    keep small is like any of the same shape."""
+    mine, theirs = list(_leaves(serving, "model")), list(_leaves(new, "model"))
+    for (name, old), (other, leaf) in zip(mine, theirs, strict=False):
+        if (name, *_form(old)) != (other, *_form(leaf)):
+            (now, shape), (then, size) = _form(old)[:2], _form(leaf)[:2]
+            return f"{other} is {then} {size}, and {name} that serves is {now} {shape}"
     return "" if len(mine) == len(theirs) else f"it has {len(theirs)} tensors, and the model that serves {len(mine)}"
+
+
+def _form(leaf: torch.Tensor | PackedWeight) -> tuple[object, ...]:
+    """Return the dtype and the shape of a tensor, and whatever else must be alike."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, tuple(leaf.shape), leaf.stride()
+    return "a weight", (leaf.out_features, leaf.in_features), leaf.bias is None
 
 
 def copy_numbers(serving: Model, new: Model) -> None:

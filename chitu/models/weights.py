@@ -32,7 +32,7 @@ from chitu.models.gguf_blocks import dequantise_blocks
 from chitu.models.gguf_names import PLAIN, GgufTensor
 from chitu.models.logical_tensors import PackedTensor, logical_tensors
 from chitu.models.quantization import Quantization
-from chitu.ops.interface import EightBits
+from chitu.ops.kept import KeptBlocks, Matrix, below
 
 STAGING_BYTES = 16 << 20
 PIECE_NUMBERS = 1 << 18
@@ -194,11 +194,11 @@ class WeightSource:
         progress: Progress | None,
         quantization: Quantization | None = None,
         piece_numbers: int = PIECE_NUMBERS,
-        keeps_eight_bits: bool = False,
+        keeps_small: bool = False,
     ) -> None:
         """Open the files. Raises ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
         self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
-        self._done, self._piece_numbers, self._keeps_eight_bits = 0, piece_numbers, keeps_eight_bits
+        self._done, self._piece_numbers, self._keeps_small = 0, piece_numbers, keeps_small
         files = weight_files(path)
         entries = read_entries(files)
         logical = logical_tensors(entries, quantization, f"model.path: {path}")
@@ -246,42 +246,27 @@ class WeightSource:
             first += count
         return stacked
 
-    def take_matrix(
-        self, name: str, *shape: int, rows: range | None = None, columns: range | None = None
-    ) -> torch.Tensor | EightBits:
-        """Return what `take` does, or the same in 8 bits if the operations keep such and the weight is stored so."""
-        kept = self._eight_bits(name, shape, rows, columns) if self._keeps_eight_bits else None
+    def take_matrix(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> Matrix:
+        """Return what `take` does, or the same kept small if the operations keep such and the weight is stored so."""
+        kept = self._kept(name, shape, rows, columns) if self._keeps_small else None
         return kept if kept is not None else self.take(name, *shape, rows=rows, columns=columns)
 
-    def take_matrices(self, parts: Sequence[Rows], inputs: int) -> torch.Tensor | EightBits:
-        """Return what `take_rows` does, or the same in 8 bits as `take_matrix` does if all parts can be."""
-        if (
-            not all(self._can_keep(part.name, None) for part in parts)
-            or len({self._run(part.name) for part in parts}) > 1
-        ):
+    def take_matrices(self, parts: Sequence[Rows], inputs: int) -> Matrix:
+        """Return what `take_rows` does, or the same kept small as `take_matrix` does if all parts can be."""
+        if not all(self._can_keep(part.name, None) for part in parts):
             return self.take_rows(parts, inputs)
-        found = [self.take_matrix(part.name, part.total, inputs, rows=part.rows) for part in parts]
-        kept = [each for each in found if isinstance(each, EightBits)]
-        if len(kept) < len(found):  # a NaN, which 8 bits are not kept with
-            return torch.cat([each.dequantise() if isinstance(each, EightBits) else each for each in found])
-        data = torch.cat([each.data.view(torch.uint8) for each in kept]).view(kept[0].data.dtype)
-        return EightBits(data, torch.cat([each.scales_OR for each in kept]), kept[0].run)
+        return below([self.take_matrix(part.name, part.total, inputs, rows=part.rows) for part in parts])
 
     def _can_keep(self, name: str, columns: range | None) -> bool:
         """Return whether a tensor is a matrix of e4m3 whose columns begin with a block."""
         packed = self._packed.get(name)
-        if not self._keeps_eight_bits or packed is None or packed.code != "number" or len(packed.shape) != 2:
+        if not self._keeps_small or packed is None or packed.code != "number" or len(packed.shape) != 2:
             return False
         is_whole = columns is None or columns.start % packed.block[1] == 0 or packed.block[1] == packed.shape[1]
         return is_whole and not packed.zeros and self._files.tensors[packed.data].dtype == torch.float8_e4m3fn
 
-    def _run(self, name: str) -> int:
-        return self._packed[name].block[1]
-
-    def _eight_bits(
-        self, name: str, shape: tuple[int, ...], rows: range | None, columns: range | None
-    ) -> EightBits | None:
-        """Read a part of a matrix in 8 bits; None, with the tensor still to take, if it cannot be kept so."""
+    def _kept(self, name: str, shape: tuple[int, ...], rows: range | None, columns: range | None) -> KeptBlocks | None:
+        """Read a part of a matrix as small as it is; None, with the tensor still to take, if it cannot be kept so."""
         if self._shapes.get(name) != shape or name not in self._left or not self._can_keep(name, columns):
             return None
         packed = self._packed[name]
@@ -292,7 +277,7 @@ class WeightSource:
         if packed.block[0] > 1:
             scales = scales.repeat_interleave(packed.block[0], 0).narrow(0, part.first[0], part.shape[0])
         self._count(name)
-        return EightBits(part.data, scales.contiguous(), packed.block[1])
+        return KeptBlocks("e4m3", part.data.view(torch.uint8), scales.contiguous(), packed.block[1])
 
     def _read(
         self,

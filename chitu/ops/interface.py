@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from chitu.ops.kept import Matrix, Weights
+
 TILE_ROWS = 64
 """Most rows of a tile, whose attention a kernel computes together."""
 
@@ -121,36 +123,6 @@ class Routes:
     weights_TA: torch.Tensor
 
 
-class EightBits(NamedTuple):
-    """A weight `[out, in]` that stays in 8 bits, for operations that keep such."""
-
-    data: torch.Tensor
-    """Numbers of e4m3 without NaN."""
-    scales_OR: torch.Tensor
-    """Factor of each output and run of inputs, float32."""
-    run: int
-    """Inputs of a run."""
-
-    def dequantise(self) -> torch.Tensor:
-        """Return the weight, float32."""
-        scales = self.scales_OR.repeat_interleave(self.run, 1)[:, : self.data.shape[1]]
-        return self.data.float().mul_(scales)
-
-
-Weights = torch.Tensor | Sequence[EightBits]
-"""One matrix for each expert."""
-
-
-def dequantised(weight: torch.Tensor | EightBits) -> torch.Tensor:
-    """Return the weight as numbers of its dtype, float32 if it was in 8 bits."""
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantise()
-
-
-def stack_of(weights: Weights) -> torch.Tensor:
-    """Return the matrices as one tensor, dequantised."""
-    return weights if isinstance(weights, torch.Tensor) else torch.stack([each.dequantise() for each in weights])
-
-
 class LinearWeight(Protocol):
     """A weight `[out, in]` and its bias, in the form of the implementation."""
 
@@ -175,16 +147,20 @@ class Ops(Protocol):
     def name(self) -> str: ...
 
     @property
-    def keeps_eight_bits(self) -> bool:
-        """Whether `prepare` takes weights in 8 bits and keeps them so. Results have the bits of dequantised weights."""
+    def keeps_small(self) -> bool:
+        """Whether `prepare` keeps `KeptBlocks` as small as they are. Results have the bits of dequantised weights."""
         return False
 
-    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         """Convert a `[out, in]` weight to the form that `linear` needs. The argument may be dropped afterwards."""
         ...
 
-    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         """Convert a fused `[2 I, D]` weight, gate rows first, to the form that `gate_up` needs."""
+        ...
+
+    def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
+        """Return these rows `[T, in]` of a weight from `prepare`, a new tensor, as an embedding has them."""
         ...
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -199,71 +199,222 @@ void chitu_linear(const float *x, int64_t rows, int64_t inner, const float *pack
     }
 }
 
-/* Weights in 8 bits (e4m3) with a float scale for each output and run of inputs. They are widened to the same float32
- * numbers as those of a dequantised weight, a chunk of a panel at a time in the L1 cache, and summed in the same order:
- * the result has the same bits. */
+/* Weights that stay smaller than float32: codes of 4, 8 or 16 bits, those of 4 and 8 with a scale, and maybe a number to
+ * add, for each output and run of inputs. They are widened to the same float32 numbers as those of a dequantised weight,
+ * a chunk of a panel at a time in the L1 cache, and summed in the same order: the result has the same bits. What is added
+ * must go with an exact product (see native.py), so that it does not matter whether the compiler fuses the two. */
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
 #include <immintrin.h>
-#define CHUNK 64
+#define CHUNK 128
+#define DIRECT_ROWS (MAX_ROWS < 4 ? MAX_ROWS : 4) /* with more, compilers keep sums in memory */
 
-int64_t chitu_keeps_eight_bits(void) { return 1; }
+enum form { E4M3 = 0, INT8 = 1, TABLE4 = 2, BFLOAT16 = 3, FLOAT16 = 4 };
+
+int64_t chitu_keeps_small(void) { return 1; }
+
+#if LANES == 16
+static inline vf from_half(__m256i bits) { return (vf)_mm512_cvtph_ps(bits); }
+static inline __m256i load16(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
 /* e4m3 as float16 is 2^-8 of its number, so scales are 256 times as large. Faster than by float32, where small numbers
  * would be denormal. */
-static inline vf widen(const uint8_t *p) {
-#if LANES == 16
+static inline vf widen_e4m3(const uint8_t *p) {
     __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
     __m256i number = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x7f)), 7);
-    return (vf)_mm512_cvtph_ps(_mm256_or_si256(number, _mm256_slli_epi16(_mm256_srli_epi16(bits, 7), 15)));
-#else
-    __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
-    __m128i number = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi16(0x7f)), 7);
-    return (vf)_mm256_cvtph_ps(_mm_or_si128(number, _mm_slli_epi16(_mm_srli_epi16(bits, 7), 15)));
-#endif
+    return from_half(_mm256_or_si256(number, _mm256_slli_epi16(_mm256_srli_epi16(bits, 7), 15)));
 }
 
-/* out[i][0:32] = b[i][0:32] * scales of the run of input `first + i`. */
-static inline void widen_chunk(const uint8_t *b, const float *scales, int64_t first, int64_t count, int64_t run,
-                               float *out) {
-    for (int64_t i = 0; i < count;) {
-        int64_t same = run - (first + i) % run;
-        vf scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scale[v] = load(scales + (first + i) / run * PANEL + v * LANES);
-        for (; same > 0 && i < count; same--, i++) {
-            __builtin_prefetch(b + (i + 32) * PANEL);
-            for (int v = 0; v < VECTORS; v++)
-                store(out + i * PANEL + v * LANES, widen(b + i * PANEL + v * LANES) * scale[v]);
+static inline vf widen_int8(const uint8_t *p) {
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+/* 16 bytes are a row of a panel: the low halves are the codes of its first 16 outputs, the high ones of the others. */
+static inline void widen_table4(const uint8_t *p, const float *table, vf out[VECTORS]) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); /* the permutation reads 4 bits */
+    __m512 numbers = _mm512_loadu_ps(table);
+    out[0] = (vf)_mm512_permutexvar_ps(codes, numbers);
+    out[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), numbers);
+}
+#else
+static inline vf from_half(__m128i bits) { return (vf)_mm256_cvtph_ps(bits); }
+static inline __m128i load16(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+static inline vf widen_e4m3(const uint8_t *p) {
+    __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    __m128i number = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi16(0x7f)), 7);
+    return from_half(_mm_or_si128(number, _mm_slli_epi16(_mm_srli_epi16(bits, 7), 15)));
+}
+
+static inline vf widen_int8(const uint8_t *p) {
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+static inline void widen_table4(const uint8_t *p, const float *table, vf out[VECTORS]) {
+    __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    for (int half = 0; half < 2; half++) {
+        __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + half * 8)));
+        for (int v = half; v < VECTORS; v += 2, codes = _mm256_srli_epi32(codes, 4)) {
+            __m256 first = _mm256_permutevar8x32_ps(low, codes), second = _mm256_permutevar8x32_ps(high, codes);
+            __m256 is_high = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)); /* bit 3 as the sign */
+            out[v] = (vf)_mm256_blendv_ps(first, second, is_high);
         }
     }
 }
+#endif
 
-/* sums[r][:] += sum over i of x[r][i] * b[i][0:32], as `tile` has it. */
-static inline __attribute__((always_inline)) void add_tile(const int rows, const float *x, int64_t x_stride,
-                                                           const float *b, int64_t inner, vf sums[][VECTORS]) {
-    vf acc[rows][VECTORS];
+/* Scales, or what is added, of one run: float16 or float32. */
+static inline void load_factors(const void *factors, int64_t run, int64_t is_half, vf out[VECTORS]) {
+    for (int v = 0; v < VECTORS; v++) {
+        int64_t at = run * PANEL + v * LANES;
+        out[v] = is_half ? from_half(load16((const uint8_t *)factors + 2 * at)) : load((const float *)factors + at);
+    }
+}
+
+static inline __attribute__((always_inline)) void widen_row(const int form, const uint8_t *row, const float *table,
+                                                            vf out[VECTORS]) {
+    if (form == TABLE4) {
+        widen_table4(row, table, out);
+        return;
+    }
+    if (form == BFLOAT16) { /* words of two: the low half is of one of the first 16 outputs, the high one of 16 behind */
+        for (int v = 0; v < VECTORS / 2; v++) {
+            vi words = *(const vi *)(row + v * LANES * 4);
+            out[v] = (vf)(words << 16);
+            out[v + VECTORS / 2] = (vf)(words & (int32_t)0xffff0000);
+        }
+        return;
+    }
+    for (int v = 0; v < VECTORS; v++) {
+        if (form == E4M3) out[v] = widen_e4m3(row + v * LANES);
+        if (form == INT8) out[v] = widen_int8(row + v * LANES);
+        if (form == FLOAT16) out[v] = from_half(load16(row + 2 * v * LANES));
+    }
+}
+
+/* The parts of a kept weight, or of one panel of it. */
+struct kept {
+    const uint8_t *codes;
+    const float *table;   /* 16 numbers; only of TABLE4 */
+    const void *scales;   /* [panels][runs][32]; only of codes of 4 and 8 bits */
+    const void *added;    /* the same, or none */
+    int64_t is_half, run; /* whether both are float16; inputs of a run */
+};
+
+static inline int64_t row_bytes(int64_t form) {
+    return form == TABLE4 ? PANEL / 2 : form == E4M3 || form == INT8 ? PANEL : 2 * PANEL;
+}
+
+/* numbers[0:32] = those of input i of a panel. `scale` and `added` are those of its run. */
+static inline __attribute__((always_inline)) void widen_input(const int form, const int adds, const struct kept *w,
+                                                              int64_t i, const vf scale[], const vf added[],
+                                                              vf numbers[]) {
+    widen_row(form, w->codes + i * row_bytes(form), w->table, numbers);
+    for (int v = 0; v < VECTORS; v++) {
+        if (form <= TABLE4) numbers[v] *= scale[v];
+        if (adds) numbers[v] += added[v];
+    }
+}
+
+/* Call `EACH(adds)` for the inputs `i` up to `end` of each run from `first` on; `adds` is constant there. */
+#define EACH_RUN(form, w, first, last, EACH)                                                        \
+    for (int64_t i = first, end; i < last; i = end) {                                               \
+        vf scale[VECTORS], added[VECTORS];                                                          \
+        end = last;                                                                                 \
+        if (form <= TABLE4) {                                                                       \
+            int64_t run = i / (w)->run;                                                             \
+            end = (run + 1) * (w)->run < last ? (run + 1) * (w)->run : last;                        \
+            load_factors((w)->scales, run, (w)->is_half, scale);                                    \
+            if ((w)->added) load_factors((w)->added, run, (w)->is_half, added);                     \
+        }                                                                                           \
+        if (form <= TABLE4 && (w)->added)                                                           \
+            for (; i < end; i++) EACH(1)                                                            \
+        else                                                                                        \
+            for (; i < end; i++) EACH(0)                                                            \
+    }
+
+/* out[i][0:32] = the numbers of input `first + i` of a panel. */
+static inline __attribute__((always_inline)) void widen_chunk(const int form, const struct kept *w, int64_t first,
+                                                              int64_t count, float *out) {
+#define STORE_INPUT(adds)                                                                                  \
+    {                                                                                                      \
+        vf numbers[VECTORS];                                                                               \
+        widen_input(form, adds, w, i, scale, added, numbers);                                              \
+        for (int v = 0; v < VECTORS; v++) store(out + (i - first) * PANEL + v * LANES, numbers[v]);        \
+    }
+    EACH_RUN(form, w, first, first + count, STORE_INPUT)
+}
+
+/* acc[r][:] = sum over i of x[r][i] * the numbers of input i, as `tile` has it, without a buffer: for few rows. */
+static inline __attribute__((always_inline)) void direct_tile(const int rows, const int form, const struct kept *w,
+                                                              const float *x, int64_t x_stride, int64_t inner,
+                                                              vf acc[][VECTORS]) {
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = sums[r][v];
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = (vf){};
+#define ADD_INPUT(adds)                                                                                    \
+    {                                                                                                      \
+        vf numbers[VECTORS];                                                                               \
+        __builtin_prefetch(w->codes + i * row_bytes(form) + 2048);                                         \
+        widen_input(form, adds, w, i, scale, added, numbers);                                              \
+        for (int r = 0; r < rows; r++) {                                                                   \
+            float value = x[r * x_stride + i];                                                             \
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += value * numbers[v];                             \
+        }                                                                                                  \
+    }
+    EACH_RUN(form, w, 0, inner, ADD_INPUT)
+}
+
+#define DIRECT_FORM(n, form)                                        \
+    case form:                                                      \
+        direct_tile(n, form, &panel, x + first * inner, inner, inner, acc); \
+        break;
+
+#define DIRECT_CASE(n)                                                                                              \
+    case n: {                                                                                                       \
+        vf acc[n][VECTORS];                                                                                         \
+        switch (form) {                                                                                             \
+            DIRECT_FORM(n, E4M3) DIRECT_FORM(n, INT8) DIRECT_FORM(n, TABLE4) DIRECT_FORM(n, BFLOAT16)               \
+            DIRECT_FORM(n, FLOAT16)                                                                                 \
+        }                                                                                                           \
+        memcpy(sums, acc, sizeof(acc));                                                                             \
+        break;                                                                                                      \
+    }
+
+#define WIDEN_CASE(form)                                     \
+    case form:                                               \
+        widen_chunk(form, &panel, at, count, wide); \
+        break;
+
+/* acc[r][:] += sum over i of x[r][i] * b[i][0:32], in the order of `tile`. Meanwhile `step` bytes from `next` on are
+ * fetched for each i. */
+static inline __attribute__((always_inline)) void add_tile(const int rows, const float *x, int64_t x_stride,
+                                                           const float *b, int64_t inner, const uint8_t *next,
+                                                           int64_t step, vf acc[][VECTORS]) {
     for (int64_t i = 0; i < inner; i++) {
         vf column[VECTORS];
         for (int v = 0; v < VECTORS; v++) column[v] = load(b + i * PANEL + v * LANES);
+        __builtin_prefetch(next + i * step);
         for (int r = 0; r < rows; r++) {
             float value = x[r * x_stride + i];
             for (int v = 0; v < VECTORS; v++) acc[r][v] += value * column[v];
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = acc[r][v];
 }
 
-#define ADD_CASE(n)                                    \
-    case n:                                            \
-        add_tile(n, in, inner, wide, count, sums + row); \
-        break;
+#define ADD_CASE(n)                                             \
+    case n: {                                                   \
+        vf acc[n][VECTORS];                                     \
+        memcpy(acc, sums[row], sizeof(acc));                    \
+        add_tile(n, in, inner, wide, count, next, step, acc);   \
+        memcpy(sums[row], acc, sizeof(acc));                    \
+        break;                                                  \
+    }
 
-/* As `chitu_linear`; `scales` are `[panels][runs][32]`, a run has `run` inputs. */
-void chitu_linear8(const float *x, int64_t rows, int64_t inner, const uint8_t *packed, const float *scales, int64_t run,
-                   const float *bias, float *y, int64_t out, int64_t mode, int64_t threads) {
-    int64_t width = mode == GATE_UP ? PANEL / 2 : PANEL, runs = (inner + run - 1) / run;
+/* As `chitu_linear`, of a weight whose codes have this form. */
+void chitu_linear_kept(const float *x, int64_t rows, int64_t inner, int64_t form, const uint8_t *codes,
+                       const float *table, const void *scales, const void *added, int64_t is_half, int64_t run,
+                       const float *bias, float *y, int64_t out, int64_t mode, int64_t threads) {
+    int64_t width = mode == GATE_UP ? PANEL / 2 : PANEL, runs = run ? (inner + run - 1) / run : 0;
+    int64_t factor_bytes = runs * PANEL * (is_half ? 2 : 4);
     int64_t panels = (out + width - 1) / width, groups = (rows + ROW_GROUP - 1) / ROW_GROUP, tasks = panels * groups;
     int64_t share = tasks / (threads * 8);
     if (share < 1) share = 1;
@@ -275,12 +426,24 @@ void chitu_linear8(const float *x, int64_t rows, int64_t inner, const uint8_t *p
         int64_t blocks = (group + MAX_ROWS - 1) / MAX_ROWS;
         float wide[CHUNK * PANEL];
         vf sums[ROW_GROUP][VECTORS];
-        memset(sums, 0, group * sizeof(sums[0]));
-        for (int64_t at = 0; at < inner; at += CHUNK) {
+        struct kept panel = {codes + p * inner * row_bytes(form), table, 0, 0, is_half, run};
+        if (scales) panel.scales = (const uint8_t *)scales + p * factor_bytes;
+        if (added) panel.added = (const uint8_t *)added + p * factor_bytes;
+        switch (group) {
+            DIRECT_CASE(1) DIRECT_CASE(2) DIRECT_CASE(3)
+#if MAX_ROWS == 12
+            DIRECT_CASE(4)
+#endif
+            default: memset(sums, 0, group * sizeof(sums[0]));
+        }
+        for (int64_t at = group <= DIRECT_ROWS ? inner : 0; at < inner; at += CHUNK) {
             int64_t count = inner - at < CHUNK ? inner - at : CHUNK;
-            widen_chunk(packed + (p * inner + at) * PANEL, scales + p * runs * PANEL, at, count, run, wide);
+            switch (form) {
+                WIDEN_CASE(E4M3) WIDEN_CASE(INT8) WIDEN_CASE(TABLE4) WIDEN_CASE(BFLOAT16) WIDEN_CASE(FLOAT16)
+            }
+            const uint8_t *next = panel.codes + (at + CHUNK) * row_bytes(form);
             for (int64_t i = 0, row = 0; i < blocks; i++) {
-                int64_t size = (group - row) / (blocks - i);
+                int64_t size = (group - row) / (blocks - i), step = i ? 0 : row_bytes(form);
                 const float *in = x + (first + row) * inner + at;
                 switch (size) {
                     ADD_CASE(1) ADD_CASE(2) ADD_CASE(3)
@@ -303,7 +466,7 @@ void chitu_linear8(const float *x, int64_t rows, int64_t inner, const uint8_t *p
     }
 }
 #else
-int64_t chitu_keeps_eight_bits(void) { return 0; }
+int64_t chitu_keeps_small(void) { return 0; }
 #endif
 
 static inline float inverse_rms(const float *x, int64_t n, float eps) {

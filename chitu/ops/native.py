@@ -5,7 +5,8 @@ flags and CPU. `load_library` returns None if there is no compiler, and `select.
 takes too long is remembered beside it and not tried again for a day, or until that file is removed. The library shares
 torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
 
-Weights in e4m3 stay in 8 bits, on CPUs that convert float16. They give the same bits as dequantised ones.
+On CPUs that convert float16, weights stay small: `KeptBlocks` as they are, and a float32 matrix in 16 bits if bfloat16
+or float16 has exactly its numbers. Results have the same bits as those of float32.
 
 Results are in buffers that the next call of the same operation reuses, so a step allocates almost nothing. Called only
 by the step thread; one `NativeOps` per model.
@@ -31,7 +32,6 @@ import torch
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import (
     Batch,
-    EightBits,
     ExpertWeights,
     HeadSpec,
     LatentHeads,
@@ -39,8 +39,8 @@ from chitu.ops.interface import (
     Ops,
     RotaryTable,
     Routes,
-    Weights,
 )
+from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, in_16_bits
 from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
 
@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 
 PANEL = 32
 HALF_FACTOR = 256.0
-"""Factor of the scales of weights in 8 bits: the kernel reads e4m3 as float16, which has another exponent."""
+"""Factor of the scales of weights in e4m3: the kernel reads it as float16, which has another exponent."""
+FORMS: dict[Form | torch.dtype, int] = {"e4m3": 0, "int8": 1, "table4": 2, torch.bfloat16: 3, torch.float16: 4}
+"""Forms of codes by the kernel's number."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -65,8 +67,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "chitu_decode_attention": [_POINTER] * 7 + [_INT] * 6 + [_FLOAT, _INT],
     "chitu_prefill_attention": [_POINTER] * 5 + [_INT, _POINTER] + [_INT] * 5 + [_FLOAT, _INT],
 }
-_OF_EIGHT_BITS = {
-    "chitu_linear8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT]
+_OF_SMALL = {
+    "chitu_linear_kept": [_POINTER, _INT, _INT, _INT] + [_POINTER] * 4 + [_INT] * 2 + [_POINTER] * 2 + [_INT] * 3,
 }
 """Only on CPUs that convert float16 to float32 (x86 with F16C)."""
 
@@ -105,8 +107,8 @@ def load_library(cache_folder: Path | None = None, timeout_s: float = COMPILE_TI
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("cannot load the C kernels, using torch operations instead: %s", error)
         return None
-    library.chitu_keeps_eight_bits.argtypes, library.chitu_keeps_eight_bits.restype = [], _INT
-    more = _OF_EIGHT_BITS if library.chitu_keeps_eight_bits() else {}
+    library.chitu_keeps_small.argtypes, library.chitu_keeps_small.restype = [], _INT
+    more = _OF_SMALL if library.chitu_keeps_small() else {}
     for name, argument_types in {**_SIGNATURES, **more}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = argument_types, None
@@ -128,20 +130,46 @@ def _compile(compiler: str, source: Path, target: Path, timeout_s: float) -> Non
 
 
 @dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """What panels that are not float32 mean. Of 16 bits only the form counts."""
+
+    form: Form | torch.dtype
+    scales: torch.Tensor | None = None
+    """`[panels, runs, 32]`, float16 or float32; of e4m3 times `HALF_FACTOR`."""
+    added: torch.Tensor | None = None
+    run: int = 0
+    """Inputs that have the same scales."""
+    table: torch.Tensor | None = None
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Return what the kernel gets behind the codes: table, scales, what is added, is float16, run."""
+        pointers = (0 if each is None else each.data_ptr() for each in (self.table, self.scales, self.added))
+        return (*pointers, self.scales is not None and self.scales.dtype == torch.float16, self.run)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight `[ceil(out / 32), in, 32]`, zero padded. With `gate_up`: 16 columns of gate, then 16 of up a panel."""
 
     panels: torch.Tensor
+    """In pairs of output i and output i + 16: codes of 4 bits in a byte, `[ceil(out / 32), in, 16]`, the first in the
+    low half; bfloat16 side by side."""
     bias: torch.Tensor | None
     out_features: int
     in_features: int
     panels_pointer: int
     bias_pointer: int | None
-    scales: torch.Tensor | None = None
-    """Of panels in 8 bits: `[panels, runs, 32]`, times `HALF_FACTOR`; None if panels are float32."""
-    scales_pointer: int = 0
-    run: int = 0
-    """Inputs that have the same scales."""
+    codes: PackedCodes | None = None
+    """None if panels are float32."""
+    kept_arguments: tuple[int, ...] = ()
+    """Of the kernel: form, codes, and what says what these mean."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the numbers, without the bias."""
+        more = () if self.codes is None else (self.codes.scales, self.codes.added)
+        return sum(each.nbytes for each in (self.panels, *more) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +184,38 @@ class PackedExperts:
         return len(self.gate_up)
 
 
-def pack(weight_OI: torch.Tensor | EightBits, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
-    """Pack a `[out, in]` weight into panels. With `gate_up`, `out_features` is the result's width (half the rows)."""
-    scales = None
-    if isinstance(weight_OI, EightBits):
-        scales = _panels(weight_OI.scales_OR * HALF_FACTOR, gate_up)
-    run = weight_OI.run if isinstance(weight_OI, EightBits) else 0
-    numbers = weight_OI.data.view(torch.uint8) if isinstance(weight_OI, EightBits) else weight_OI
+def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, small: bool = True) -> PackedWeight:
+    """Pack a `[out, in]` weight into panels. With `gate_up`, `out_features` is the result's width (half the rows).
+
+    `small`: whether a tensor stays in 16 bits if it has the numbers of such.
+    """
+    codes = None
+    if isinstance(weight_OI, KeptBlocks):
+        numbers, codes = weight_OI.codes_OI.view(torch.uint8), _packed_codes(weight_OI, gate_up)
+    elif small and (halves := in_16_bits(weight_OI)) is not None:
+        numbers, codes = halves, PackedCodes(halves.dtype)
+    else:
+        numbers = weight_OI
     out_features, in_features = numbers.shape
     panels = _panels(numbers, gate_up)
+    if codes is not None and codes.form in ("table4", torch.bfloat16):
+        low, high = panels.chunk(2, dim=2)
+        panels = low | high << 4 if codes.form == "table4" else torch.stack((low, high), dim=3).flatten(2)
     if gate_up:
         bias_O = None if bias_O is None else _interleave(bias_O.unsqueeze(1)).squeeze(1)
         out_features //= 2
     if bias_O is not None:
         bias_O = torch.nn.functional.pad(bias_O, (0, panels.shape[0] * PANEL - bias_O.shape[0])).contiguous()
-    bias_pointer = None if bias_O is None else bias_O.data_ptr()
-    scales_pointer = 0 if scales is None else scales.data_ptr()
-    return PackedWeight(
-        panels, bias_O, out_features, in_features, panels.data_ptr(), bias_pointer, scales, scales_pointer, run
-    )
+    bias_pointer, pointer = None if bias_O is None else bias_O.data_ptr(), panels.data_ptr()
+    arguments = () if codes is None else (FORMS[codes.form], pointer, *codes.arguments)
+    return PackedWeight(panels, bias_O, out_features, in_features, pointer, bias_pointer, codes, arguments)
+
+
+def _packed_codes(weight: KeptBlocks, gate_up: bool) -> PackedCodes:
+    scales = weight.scales_OR * HALF_FACTOR if weight.form == "e4m3" else weight.scales_OR
+    added = None if weight.added_OR is None else _panels(weight.added_OR, gate_up)
+    table = torch.tensor(weight.table, dtype=torch.float32) if weight.table else None
+    return PackedCodes(weight.form, _panels(scales, gate_up), added, weight.run, table)
 
 
 def _panels(rows_OI: torch.Tensor, gate_up: bool) -> torch.Tensor:
@@ -198,8 +239,35 @@ def _interleave(rows: torch.Tensor) -> torch.Tensor:
 
 def unpack(weight: PackedWeight, half: int | None = None) -> torch.Tensor:
     """Return the weight `[out, in]` in the order of torch; of gate and up, the gate (0) or the up (1)."""
-    panels = weight.panels if half is None else weight.panels.view(*weight.panels.shape[:2], 2, -1)[:, :, half]
-    return panels.transpose(1, 2).reshape(-1, weight.in_features)[: weight.out_features]
+    rows = torch.arange(weight.out_features)
+    if half is None:
+        return _rows_at(weight, rows // PANEL, rows % PANEL)
+    width = PANEL // 2
+    return _rows_at(weight, rows // width, rows % width + half * width)
+
+
+def _rows_at(weight: PackedWeight, panels_T: torch.Tensor, lanes_T: torch.Tensor) -> torch.Tensor:
+    """Return rows by their panels and their places in these, float32 `[T, in]`."""
+    codes, half = weight.codes, PANEL // 2
+    if codes is None or codes.scales is None or isinstance(codes.form, torch.dtype):
+        is_paired = codes is not None and codes.form == torch.bfloat16
+        places_T = lanes_T % half * 2 + lanes_T // half if is_paired else lanes_T
+        return weight.panels[panels_T, :, places_T].float()
+    if codes.form == "table4":
+        codes_TI = (
+            weight.panels[panels_T, :, lanes_T % half] >> (lanes_T // half * 4).to(torch.uint8).unsqueeze(1) & 0xF
+        )
+    else:
+        codes_TI = weight.panels[panels_T, :, lanes_T]
+    scales = codes.scales[panels_T, :, lanes_T]
+    return KeptBlocks(
+        codes.form,
+        codes_TI,
+        scales / HALF_FACTOR if codes.form == "e4m3" else scales,
+        codes.run,
+        None if codes.added is None else codes.added[panels_T, :, lanes_T],
+        () if codes.table is None else tuple(codes.table.tolist()),
+    ).dequantise()
 
 
 def packed(weight: LinearWeight) -> PackedWeight:
@@ -227,14 +295,17 @@ class NativeOps(Ops):
         return NativeOps(self._library, reuses_buffers=False)
 
     @property
-    def keeps_eight_bits(self) -> bool:
-        return bool(self._library.chitu_keeps_eight_bits())
+    def keeps_small(self) -> bool:
+        return bool(self._library.chitu_keeps_small())
 
-    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
-        return pack(weight, bias)
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> PackedWeight:
+        return pack(weight, bias, small=self.keeps_small)
 
-    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
-        return pack(weight, bias, gate_up=True)
+    def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> PackedWeight:
+        return pack(weight, bias, gate_up=True, small=self.keeps_small)
+
+    def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
+        return _rows_at(packed(weight), rows_T // PANEL, rows_T % PANEL)
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self._linear(x_TI, packed(weight), STORE, None)
@@ -252,8 +323,8 @@ class NativeOps(Ops):
         return torch.cat([half.flatten(1)[:, : w.out_features] for half in halves_TP2H.unbind(2)], dim=1)
 
     def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        gate_up = tuple(pack(weight, None, gate_up=True) for weight in gate_up_EGD)
-        return PackedExperts(gate_up, tuple(pack(weight, None) for weight in down_EDI))
+        gate_up = tuple(self.prepare_gate_up(weight, None) for weight in gate_up_EGD)
+        return PackedExperts(gate_up, tuple(self.prepare(weight, None) for weight in down_EDI))
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         if not isinstance(experts, PackedExperts):
@@ -272,14 +343,12 @@ class NativeOps(Ops):
         if result is None:
             # One an operation: a tensor-parallel rank's `gate_up` may be as wide as the `linear` that reads its result.
             result = self._buffer(f"linear{mode}/{weight.out_features}", rows, weight.out_features)
-        if weight.scales is not None:
-            self._library.chitu_linear8(
+        if weight.kept_arguments:
+            self._library.chitu_linear_kept(
                 x_TI.data_ptr(),
                 rows,
                 weight.in_features,
-                weight.panels_pointer,
-                weight.scales_pointer,
-                weight.run,
+                *weight.kept_arguments,
                 weight.bias_pointer,
                 result.data_ptr(),
                 weight.out_features,

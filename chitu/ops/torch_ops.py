@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from chitu.ops.fp8_pages import put_rows, take_pages
 from chitu.ops.interface import (
     Batch,
-    EightBits,
     ExpertWeights,
     HeadSpec,
     LatentHeads,
@@ -23,10 +22,8 @@ from chitu.ops.interface import (
     Ops,
     RotaryTable,
     Routes,
-    Weights,
-    dequantised,
-    stack_of,
 )
+from chitu.ops.kept import Matrix, Weights, dequantised, stack_of
 from chitu.ops.routing import rows_by_expert, weighted_sum
 
 
@@ -76,11 +73,14 @@ def stacked(experts: ExpertWeights) -> StackedExperts:
 class PlainOps(Ops, Protocol):
     """An `Ops` with weights as in the checkpoint."""
 
-    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight), bias)
 
-    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight), bias)
+
+    def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
+        return plain(weight).weight[rows_T]
 
     def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
         return residual_TD.add_(self.linear(x_TI, weight))

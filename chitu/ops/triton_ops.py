@@ -10,19 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.interface import (
-    Batch,
-    EightBits,
-    ExpertWeights,
-    HeadSpec,
-    LatentHeads,
-    LinearWeight,
-    RotaryTable,
-    Routes,
-    Weights,
-    dequantised,
-    stack_of,
-)
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.kept import Matrix, Weights, dequantised, stack_of
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
@@ -41,18 +30,21 @@ class TritonOps:
     """
 
     name = "triton"
-    keeps_eight_bits = False
+    keeps_small = False
 
     def __init__(self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS) -> None:
         self._num_multiprocessors = num_multiprocessors
         self._whole_prompt_tokens = whole_prompt_tokens
         self._routes: AttentionPlan | None = None
 
-    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight).contiguous(), bias)
 
-    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight).contiguous(), bias)
+
+    def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
+        return plain(weight).weight[rows_T]
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)

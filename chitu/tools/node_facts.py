@@ -81,7 +81,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     binds: tuple[Bind, ...] = ()
     model: ModelFacts = ModelFacts("")
     num_weights: int = 0
-    num_eight_bits: int = 0
+    cpu_bytes: int = 0
     """Number of weights in the checkpoint's tensors."""
     master_addr: str = ""
     unreachable: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         binds=tuple(look_at_ports(topology, host)),
         model=model,
         num_weights=model.num_weights,
-        num_eight_bits=model.num_eight_bits,
+        cpu_bytes=model.cpu_bytes,
         master_addr=pd_master_addr() or "",
     )
 

@@ -273,3 +273,25 @@ def generate(engine: Engine, prompts: list[list[int]], count: int, chunk_size: i
             outputs[slot].append(token)
     engine.runner.execute(StepPlan(release=list(range(len(prompts)))))
     return outputs
+
+
+def logits_of(folder: Path, **options: Any) -> torch.Tensor:
+    """Return the logits of two prompts' last tokens, in chunks and in one batch.
+    `options`: of `Engine`."""
+    sampler, prompts = Recorder(), [make_prompt(5), make_prompt(50)]
+    engine = Engine(folder, num_pages=16, num_slots=2, max_model_len=128, sampler=sampler, **options)
+    admit = [engine.admit(slot, prompt, len(prompt), sampling=GREEDY) for slot, prompt in enumerate(prompts)]
+    engine.runner.execute(StepPlan(admit=admit, prefill=[PrefillChunk(1, 0, 23)]))
+    last = [PrefillChunk(0, 0, 5, sample=True), PrefillChunk(1, 23, 27, sample=True)]
+    engine.runner.execute(StepPlan(prefill=last))
+    return sampler.logits
+
+
+class Recorder(GreedySampler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.empty(0)
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        self.logits = logits.clone()
+        return super().sample(logits, slots)

@@ -9,7 +9,7 @@ import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 from support.reference_ops import ReferenceOps
 
-from chitu.ops.interface import EightBits, HeadSpec, Ops, RotaryTable
+from chitu.ops.interface import HeadSpec, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.select import select_ops
 from chitu.ops.torch_ops import TorchOps
@@ -58,36 +58,6 @@ def test_attention_never_reads_past_the_end_of_a_sequence(ops):
         for region in (k, v):
             region.transpose(1, 2)[~visible] = float("nan")
         torch.testing.assert_close(ops.attention(q, spec, batch, k, v), expected)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 13, 37, 200])
-@pytest.mark.parametrize(
-    ("inner", "out", "run"), [(64, 96, 64), (200, 50, 48), (112, 500, 128), (128, 64, 1), (70, 34, 13)]
-)
-@pytest.mark.parametrize("biased", [False, True])
-def test_products_with_weights_in_8_bits_have_the_bits_of_dequantised_ones(rows, inner, out, run, biased):
-    library = load_library()
-    if library is None or not NativeOps(library).keeps_eight_bits:
-        pytest.skip("no C compiler here, or a CPU without conversion of float16")
-    ops = NativeOps(library)
-    torch.manual_seed(rows)
-    numbers = torch.arange(out * inner).view(out, inner).mul(7).remainder(256).to(torch.uint8)
-    numbers[numbers & 0x7F == 0x7F] = 1  # a denormal in place of NaN
-    scales = torch.rand(out, -(-inner // run)) * 0.1
-    small = EightBits(numbers.view(torch.float8_e4m3fn), scales, run)
-    x, bias, residual = torch.randn(rows, inner), torch.randn(out) if biased else None, torch.randn(rows, out)
-    large = small.dequantise()
-    for prepare, multiply in (
-        (ops.prepare, ops.linear),
-        (ops.prepare, lambda x, weight: ops.linear_add(x, weight, residual.clone())),
-        (ops.prepare_gate_up, ops.gate_up),
-        (ops.prepare_gate_up, ops.gate_and_up),
-    ):
-        kept, plain = prepare(small, bias), prepare(large, bias)
-        assert kept.panels.dtype == torch.uint8 and 4 * kept.panels.numel() == plain.panels.nbytes
-        assert torch.equal(multiply(x, kept).clone(), multiply(x, plain))
-    wrong = ops.prepare(small._replace(scales_OR=scales.roll(1, 0)), bias)
-    assert not torch.equal(ops.linear(x, wrong).clone(), ops.linear(x, ops.prepare(large, bias)))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

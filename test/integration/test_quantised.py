@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_checkpoints import FAMILIES, GREEDY, Engine, GreedySampler, make_prompt, write_checkpoint
+from engine_checkpoints import FAMILIES, logits_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 from support.quantised_weights import FORMS, Encoded, float8, gpt_oss_experts, quantise_folder, write_folder
 
 from chitu.engine.build import load_model
-from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import UnsupportedModel
 from chitu.models.checkpoint import check_checkpoint, count_weights, damaged_tensor
 from chitu.models.config import read_model_spec
 from chitu.models.dequantize import halves, integers, scales_of
 from chitu.models.quantization import AWQ_LANES, read_quantization
 from chitu.models.weights import Rows, WeightSource
-from chitu.ops.interface import EightBits, dequantised
+from chitu.ops.kept import KeptBlocks, dequantised
 from chitu.ops.native import NativeOps, load_library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -172,27 +171,6 @@ def test_rows_of_several_matrices_are_stacked(tmp_path):
     assert torch.equal(found, torch.cat([exactly(one.weight)[5:20], exactly(two.weight)]))
 
 
-def logits(folder: Path) -> torch.Tensor:
-    """Return the logits of two prompts' last tokens, in chunks and in one batch."""
-    sampler, prompts = Recorder(), [make_prompt(5), make_prompt(50)]
-    engine = Engine(folder, num_pages=16, num_slots=2, max_model_len=128, sampler=sampler)
-    admit = [engine.admit(slot, prompt, len(prompt), sampling=GREEDY) for slot, prompt in enumerate(prompts)]
-    engine.runner.execute(StepPlan(admit=admit, prefill=[PrefillChunk(1, 0, 23)]))
-    last = [PrefillChunk(0, 0, 5, sample=True), PrefillChunk(1, 23, 27, sample=True)]
-    engine.runner.execute(StepPlan(prefill=last))
-    return sampler.logits
-
-
-class Recorder(GreedySampler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = torch.empty(0)
-
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
-        self.logits = logits.clone()
-        return super().sample(logits, slots)
-
-
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 24]}
 OTHERS = ("fp8_channel", "fp8_tensor", "nvfp4", "awq", "gptq", "int4_packed", "int8")
 
@@ -216,14 +194,15 @@ def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, 
     assert len(names) > 10 and spec.quantization.words == "block FP8"
     counts = check_checkpoint(small, spec), check_checkpoint(large, read_model_spec(large))
     assert counts[0].numbers == counts[1].numbers == count_weights(large)
-    assert 0.3 * counts[0].numbers < counts[0].eight_bits < counts[0].numbers and counts[1].eight_bits == 0
-    expected = logits(large)
-    assert torch.equal(logits(small), expected)
+    saved = counts[1].cpu_bytes - counts[0].cpu_bytes
+    assert 0.3 * counts[0].numbers < saved / 3 < counts[0].numbers and counts[1].cpu_bytes == 4 * counts[1].numbers
+    expected = logits_of(large)
+    assert torch.equal(logits_of(small), expected)
 
     tensors = load_file(small / "model.safetensors")
     tensors[f"{names[0]}_scale_inv"][0, 0] *= 2
     save_file(tensors, small / "model.safetensors")
-    assert not torch.equal(logits(small), expected), "one block counts"
+    assert not torch.equal(logits_of(small), expected), "one block counts"
     tensors[names[0]].view(torch.uint8)[0, 0] = 0x7F
     save_file(tensors, small / "model.safetensors")
     assert damaged_tensor(small) == names[0]
@@ -232,7 +211,7 @@ def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, 
 def test_weights_stay_in_8_bits_where_the_operations_keep_such(tmp_path):
     """A NaN, columns that begin within a block and other numbers than e4m3 are dequantised instead."""
     library = load_library()
-    if library is None or not NativeOps(library).keeps_eight_bits:
+    if library is None or not NativeOps(library).keeps_small:
         pytest.skip("no C compiler here, or a CPU without conversion of float16")
     write_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2)
     small, large = tmp_path / "quantised", tmp_path / "dequantised"
@@ -247,14 +226,14 @@ def test_weights_stay_in_8_bits_where_the_operations_keep_such(tmp_path):
     name, shape = "model.layers.0.self_attn.o_proj.weight", (64, 128)
     quantization = read_quantization(config, small, "here")
 
-    def taken(folder: Path, columns: range | None) -> torch.Tensor | EightBits:
-        with WeightSource(folder, torch.float32, CPU, None, quantization, keeps_eight_bits=True) as weights:
+    def taken(folder: Path, columns: range | None) -> torch.Tensor | KeptBlocks:
+        with WeightSource(folder, torch.float32, CPU, None, quantization, keeps_small=True) as weights:
             return weights.take_matrix(name, *shape, columns=columns)
 
     expected = load_file(large / "model.safetensors")[name]
     for columns, is_kept in ((None, True), (range(24, 72), True), (range(64, 128), False)):
         found = taken(small, columns)
-        assert isinstance(found, EightBits) is is_kept
+        assert isinstance(found, KeptBlocks) is is_kept
         part = expected[:, columns.start : columns.stop] if columns else expected
         assert torch.equal(dequantised(found), part)
     tensors = load_file(small / "model.safetensors")
@@ -271,7 +250,7 @@ def test_a_model_in_each_form_has_the_logits_of_its_dequantised_folder(form, tmp
     names = quantise_folder(tmp_path / "plain", small, large, form, config_of(form))
     assert len(names) > 10
     assert check_checkpoint(small, read_model_spec(small)).numbers == count_weights(large)
-    assert torch.equal(logits(small), logits(large))
+    assert torch.equal(logits_of(small), logits_of(large))
 
 
 def test_biases_of_gptq_are_left_out_only_if_they_are_zero(tmp_path):
@@ -287,6 +266,6 @@ def test_biases_of_gptq_are_left_out_only_if_they_are_zero(tmp_path):
         assert check_checkpoint(small, read_model_spec(small))
         if value:
             with pytest.raises(UnsupportedModel, match=r"does not use: model\.layers\.1\.mlp\.up_proj\.bias"):
-                logits(small)
+                logits_of(small)
         else:
-            assert torch.equal(logits(small), logits(tmp_path / "dequantised"))
+            assert torch.equal(logits_of(small), logits_of(tmp_path / "dequantised"))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from chitu.ops.interface import Ops
-from chitu.ops.native import NativeOps, PackedWeight, pack, unpack
+from chitu.ops.native import NativeOps, PackedWeight, unpack
 
 EPSILONS = ("variance_epsilon", "eps")
 """Attributes of norms that hold what is added to the mean square."""
@@ -52,14 +52,14 @@ def fuse(modules: Collection[nn.Module], ops: Ops | None, adapted: Collection[nn
             continue
         if _is_gated_mlp(part, gate, up, down):
             bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
-            both = pack(torch.cat((gate.weight, up.weight)), bias, gate_up=True)
+            both = own.prepare_gate_up(torch.cat((gate.weight, up.weight)), bias)
             vars(part)["forward"] = _gated_mlp(own, both, down)
             for half, linear in enumerate((gate, up)):
                 PreparedLinear.become(linear, own, both, half)
                 left.remove(linear)
             num_fused["gated MLPs"] += 1
     for linear in left:
-        PreparedLinear.become(linear, own, pack(linear.weight, linear.bias))
+        PreparedLinear.become(linear, own, own.prepare(linear.weight, linear.bias))
         num_fused["linear layers"] += 1
     logger.info("own kernels compute %s", ", ".join(f"{count} {kind}" for kind, count in num_fused.items()) or "none")
 

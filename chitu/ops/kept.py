@@ -1,0 +1,96 @@
+"""Weights that stay smaller than float32 in memory: which forms there are, and the float32 numbers that they stand for.
+
+A number is `code * scale`, or `code * scale + added`, in float32, with a scale for each output and run of inputs. Codes
+of 4 bits are places in a table of 16 numbers. The kernels (`native.c`) compute with exactly these numbers. Whether a
+compiler fuses the product and the sum does not matter: who makes a weight with `added` sees to it that the product is
+exact, as that of a code of 8 bits and a scale of 16 bits is. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+Form = Literal["e4m3", "int8", "table4"]
+WIDE_ROWS = 64
+"""Rows that are compared at a time."""
+
+
+class KeptBlocks(NamedTuple):
+    """A weight `[out, in]` that stays small, for operations that keep such."""
+
+    form: Form
+    codes_OI: torch.Tensor
+    """A byte a number: e4m3 without NaN, int8, or a place in the table."""
+    scales_OR: torch.Tensor
+    """Factor of each output and run of inputs, float16 or float32; that of e4m3 is float32."""
+    run: int
+    """Inputs of a run."""
+    added_OR: torch.Tensor | None = None
+    """What is added behind the product, in the dtype of the scales."""
+    table: tuple[float, ...] = ()
+
+    def dequantise(self) -> torch.Tensor:
+        """Return the weight, float32."""
+        numbers = self._numbers().mul_(self._by_input(self.scales_OR))
+        return numbers if self.added_OR is None else numbers.add_(self._by_input(self.added_OR))
+
+    def _numbers(self) -> torch.Tensor:
+        if self.form == "e4m3":
+            return self.codes_OI.view(torch.float8_e4m3fn).float()
+        if self.form == "int8":
+            return self.codes_OI.view(torch.int8).float()
+        table = torch.tensor(self.table, dtype=torch.float32, device=self.codes_OI.device)
+        return table[self.codes_OI.int()]
+
+    def _by_input(self, factors_OR: torch.Tensor) -> torch.Tensor:
+        return factors_OR.float().repeat_interleave(self.run, 1)[:, : self.codes_OI.shape[1]]
+
+
+Matrix = torch.Tensor | KeptBlocks
+Weights = torch.Tensor | Sequence[KeptBlocks]
+"""One matrix for each expert."""
+
+
+def dequantised(weight: Matrix) -> torch.Tensor:
+    """Return the weight as numbers of its dtype, float32 if it was kept small."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantise()
+
+
+def stack_of(weights: Weights) -> torch.Tensor:
+    """Return the matrices as one tensor, dequantised."""
+    return weights if isinstance(weights, torch.Tensor) else torch.stack([each.dequantise() for each in weights])
+
+
+def below(parts: Sequence[Matrix]) -> Matrix:
+    """Return the rows of these matrices one below the other: small if all are and have the same form."""
+    kept = [each for each in parts if isinstance(each, KeptBlocks)]
+    if len(kept) < len(parts) or len({_kind(each) for each in kept}) > 1:
+        return torch.cat([dequantised(each) for each in parts])
+    added = [each.added_OR for each in kept if each.added_OR is not None]
+    return kept[0]._replace(
+        codes_OI=torch.cat([each.codes_OI for each in kept]),
+        scales_OR=torch.cat([each.scales_OR for each in kept]),
+        added_OR=torch.cat(added) if added else None,
+    )
+
+
+def _kind(weight: KeptBlocks) -> tuple[object, ...]:
+    return weight.form, weight.scales_OR.dtype, weight.run, weight.added_OR is None, weight.table
+
+
+def in_16_bits(weight_OI: torch.Tensor) -> torch.Tensor | None:
+    """Return a float32 weight in bfloat16 or float16 if that has exactly its numbers, else None. A weight that is
+    stored so has, and one that was computed has not within the first rows."""
+    for dtype in (torch.bfloat16, torch.float16):
+        small = torch.empty(weight_OI.shape, dtype=dtype)
+        for first in range(0, weight_OI.shape[0], WIDE_ROWS):
+            part, wide = small[first : first + WIDE_ROWS], weight_OI[first : first + WIDE_ROWS]
+            part.copy_(wide)
+            if not torch.equal(part.float(), wide):
+                break
+        else:
+            return small
+    return None
