@@ -16,7 +16,8 @@ import time
 
 import torch
 
-from chitu.models.small_blocks import FORMATS, kept_of_ggml
+from chitu.models.gguf import BLOCKS
+from chitu.models.small_blocks import kept_of_ggml
 from chitu.ops.kept import KeptBlocks, Matrix
 from chitu.ops.native import NativeOps, PackedWeight, load_library, pack
 
@@ -29,11 +30,10 @@ GGML = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 def weight(form: str, out: int, inner: int) -> Matrix:
     """Return a random weight."""
     if form in GGML:
-        nbytes, size = FORMATS[form][0], 256 if form.endswith("_K") else 32
+        nbytes, size = BLOCKS[form][1], BLOCKS[form][0]
         blocks = torch.randint(1, 60, (out, -(-inner // size) * nbytes), dtype=torch.uint8)  # scales are finite
         kept = kept_of_ggml(form, blocks)
-        assert kept is not None
-        return kept._replace(codes_OI=kept.codes_OI[:, :inner].contiguous())
+        return kept.part(0, inner)
     if form == "e4m3":
         codes = torch.randint(0, 0x7F, (out, inner), dtype=torch.uint8)
         return KeptBlocks("e4m3", codes, torch.rand(out, -(-inner // 128)), 128)

@@ -246,8 +246,8 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
     logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
     found = logical.shapes
     if spec.code == "transformers":  # only its modules tell names; loading refuses what does not fit
-        num_packed = sum(math.prod(each.shape) for each in logical.packed.values())  # dequantised for modules
-        return WeightCount(logical.count(), logical.plain_bytes + num_packed * WIDE_BYTES)
+        kept = sum(math.prod(logical.shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())
+        return WeightCount(logical.count(), logical.cpu_bytes + kept)  # dequantised for modules
     wanted = dict(tensor_shapes(spec, traits_of(spec)))
     for name in logical.plain:
         if name in wanted and entries[name].dtype not in FLOATS:
@@ -279,7 +279,7 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
         raise UnsupportedModel(
             f"the checkpoint has {len(unused)} tensors that this model does not use: {', '.join(unused[:4])}"
         )
-    return WeightCount(logical.count(), logical.plain_bytes + logical.packed_bytes)
+    return WeightCount(logical.count(), logical.cpu_bytes)
 
 
 def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.gguf import BLOCKS
@@ -19,6 +19,13 @@ from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_
 
 WIDE_BYTES = 4
 """Of a number of float32."""
+KEPT_BLOCKS = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 34), "Q5_1": (32, 36), "Q8_0": (32, 34), "Q2_K": (16, 16),
+    "Q3_K": (16, 12), "Q4_K": (32, 24), "Q5_K": (32, 40), "Q6_K": (16, 20), "IQ4_NL": (32, 18), "IQ4_XS": (32, 20),
+    "MXFP4": (32, 20),
+}  # fmt: skip
+"""ggml's types that kernels keep: the numbers that have a common scale, and their bytes in memory, where codes have 4
+or 8 bits and the K types have float32 scales."""
 
 
 class Header(Protocol):
@@ -88,6 +95,15 @@ class PackedTensor:
         return tuple(filter(None, (self.data, self.pair, self.scales, self.zeros, self.factor, self.order)))
 
 
+class Kept(NamedTuple):
+    """A matrix that kernels can keep small (`ops/kept.py`)."""
+
+    run: int
+    """Inputs with a common scale: a part of its columns must begin with a run."""
+    num_bytes: int
+    """In memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogicalTensors:
     """The tensors of a checkpoint as a model sees them."""
@@ -95,10 +111,10 @@ class LogicalTensors:
     plain: Mapping[str, tuple[int, ...]]
     """Shapes of those that are stored as they are."""
     packed: Mapping[str, PackedTensor]
-    plain_bytes: int = 0
-    """Of the plain ones in a CPU's memory under float32, by kernels that keep matrices of 16 bits as they are."""
-    packed_bytes: int = 0
-    """Of the packed ones there, if those of the forms that are kept small stay so."""
+    kept: Mapping[str, Kept]
+    """Of the packed ones, those that CPUs keep as small as they are."""
+    cpu_bytes: int = 0
+    """Of all in a CPU's memory under float32, if kernels keep what they can."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,19 +153,30 @@ def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | 
         if quantization is not None and entry.dtype in EIGHT_BITS and len(entry.shape) > 1:
             raise UnsupportedModel(f"{where}: tensor {name!r} is stored in 8 bits ({entry.dtype}) and has no scale")
         plain[name] = entry.shape
-    plain_bytes = sum(math.prod(shape) * _plain_bytes(entries[name]) for name, shape in plain.items())
-    return LogicalTensors(plain, packed, plain_bytes, sum(_packed_bytes(each, entries) for each in packed.values()))
+    kept = {name: small for name, each in packed.items() if (small := _kept(each, entries)) is not None}
+    sizes = {name: _wide_bytes(shape, entries[name].dtype) for name, shape in plain.items()}
+    sizes |= {name: _wide_bytes(each.shape, entries[each.data].dtype) for name, each in packed.items()}
+    sizes |= {name: each.num_bytes for name, each in kept.items()}
+    return LogicalTensors(plain, packed, kept, sum(sizes.values()))
 
 
-def _plain_bytes(entry: Header) -> int:
-    return 2 if entry.dtype in ("BF16", "F16") and len(entry.shape) == 2 else WIDE_BYTES
+def _wide_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Return the bytes of a tensor in a CPU's memory if it is not kept in blocks: matrices of 16 bits stay so."""
+    return math.prod(shape) * (2 if dtype in ("BF16", "F16") and len(shape) == 2 else WIDE_BYTES)
 
 
-def _packed_bytes(packed: PackedTensor, entries: Mapping[str, Header]) -> int:
-    count = math.prod(packed.shape)
-    if packed.code == "number" and len(packed.shape) == 2 and entries[packed.data].dtype == "F8_E4M3":
-        return count + count // packed.block[1] * WIDE_BYTES
-    return count * WIDE_BYTES
+def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
+    """Return how kernels keep a weight; None if they do not."""
+    dtype, count = entries[packed.data].dtype, math.prod(packed.shape)
+    if len(packed.shape) != 2 or packed.is_transposed or packed.is_list:
+        return None
+    if packed.code == "number" and dtype == "F8_E4M3" and not packed.zeros:
+        run = packed.block[1]
+        return Kept(run, count + packed.shape[0] * -(-packed.shape[1] // run) * WIDE_BYTES)
+    if packed.code == "ggml" and dtype in KEPT_BLOCKS and not (packed.pair or packed.added):
+        run, nbytes = KEPT_BLOCKS[dtype]
+        return Kept(run, count // run * nbytes)
+    return None
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:

@@ -11,23 +11,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from chitu.models.gguf import BLOCKS
+from chitu.models.gguf_blocks import E2M1_DOUBLED, IQ4_LEVELS
 from chitu.ops.kept import KeptBlocks
 
-NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Numbers of the codes of IQ4."""
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Numbers of the codes of MXFP4, doubled."""
 UNSIGNED = tuple(map(float, range(16)))
 
 
-def kept_of_ggml(dtype: str, data: torch.Tensor) -> KeptBlocks | None:
-    """Return the weight of rows of blocks, uint8 `[out, bytes]`; None for a format that is not kept."""
-    if dtype not in FORMATS:
-        return None
-    nbytes, make = FORMATS[dtype]
-    if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] % nbytes:
-        raise ValueError(f"rows of {data.shape[1]} bytes of {data.dtype} are no blocks of {dtype}, which have {nbytes}")
-    return make(data.view(data.shape[0], -1, nbytes))
+def kept_of_ggml(dtype: str, data: torch.Tensor) -> KeptBlocks:
+    """Return the weight of rows of blocks, uint8 `[out, bytes]`. `dtype`: one of `FORMATS`."""
+    return FORMATS[dtype](data.reshape(data.shape[0], -1, BLOCKS[dtype][1]))
 
 
 def _half(data: torch.Tensor, at: int) -> torch.Tensor:
@@ -81,12 +74,12 @@ def _q8_0(data: torch.Tensor) -> KeptBlocks:
 
 def _iq4_nl(data: torch.Tensor) -> KeptBlocks:
     codes = _nibbles(data[:, :, 2:]).flatten(1)
-    return KeptBlocks("table4", codes, _half(data, 0), 32, table=tuple(map(float, NON_LINEAR)))
+    return KeptBlocks("table4", codes, _half(data, 0), 32, table=tuple(map(float, IQ4_LEVELS)))
 
 
 def _mxfp4(data: torch.Tensor) -> KeptBlocks:
     scales = torch.ldexp(torch.ones(data.shape[:2]), data[:, :, 0].int() - 128)
-    return KeptBlocks("table4", _nibbles(data[:, :, 1:]).flatten(1), scales, 32, table=tuple(map(float, HALVES)))
+    return KeptBlocks("table4", _nibbles(data[:, :, 1:]).flatten(1), scales, 32, table=tuple(map(float, E2M1_DOUBLED)))
 
 
 def _iq4_xs(data: torch.Tensor) -> KeptBlocks:
@@ -94,7 +87,7 @@ def _iq4_xs(data: torch.Tensor) -> KeptBlocks:
     high = data[:, :, 2:4].repeat_interleave(4, 2) >> torch.tensor((0, 2, 4, 6) * 2, dtype=torch.uint8) & 3
     scales = _half(data, 0).float().unsqueeze(2) * ((low | high << 4).float() - 32)
     codes = _nibbles(_split(data[:, :, 8:], 16)).flatten(1)
-    return KeptBlocks("table4", codes, scales.flatten(1), 32, table=tuple(map(float, NON_LINEAR)))
+    return KeptBlocks("table4", codes, scales.flatten(1), 32, table=tuple(map(float, IQ4_LEVELS)))
 
 
 def _k_scales(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,17 +120,29 @@ def _q6_k(data: torch.Tensor) -> KeptBlocks:
     return KeptBlocks("int8", _signed(low | high << 4, 32), scales.flatten(1), 16)
 
 
-FORMATS: Mapping[str, tuple[int, Callable[[torch.Tensor], KeptBlocks]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "IQ4_NL": (18, _iq4_nl),
-    "IQ4_XS": (136, _iq4_xs),
-    "MXFP4": (17, _mxfp4),
-}
-"""Bytes of a block of each format that is kept, and its reader."""
+def _q2_k(data: torch.Tensor) -> KeptBlocks:
+    codes = (
+        _split(data[:, :, 16:80], 32).unsqueeze(3) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    ).flatten(1)
+    factors = data[:, :, :16]
+    scales = _half(data, 80).float().unsqueeze(2) * (factors & 15).float()
+    minima = _half(data, 82).float().unsqueeze(2) * (factors >> 4).float()
+    return KeptBlocks("table4", codes, scales.flatten(1), 16, minima.neg_().flatten(1), UNSIGNED)
+
+
+def _q3_k(data: torch.Tensor) -> KeptBlocks:
+    low = (_split(data[:, :, 32:96], 32).unsqueeze(3) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(
+        2
+    )
+    high = (data[:, :, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(2)
+    nibbles, rest = _nibbles(data[:, :, 96:104]), data[:, :, 104:108]
+    pairs = (rest.unsqueeze(2) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(2)
+    scales = _half(data, 108).float().unsqueeze(2) * ((nibbles | pairs << 4).float() - 32)
+    table = tuple(code - 4.0 for code in UNSIGNED)
+    return KeptBlocks("table4", (low | high << 2).flatten(1), scales.flatten(1), 16, table=table)
+
+
+FORMATS: Mapping[str, Callable[[torch.Tensor], KeptBlocks]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+}  # fmt: skip

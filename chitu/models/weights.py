@@ -32,6 +32,7 @@ from chitu.models.gguf_blocks import dequantise_blocks
 from chitu.models.gguf_names import PLAIN, GgufTensor
 from chitu.models.logical_tensors import PackedTensor, logical_tensors
 from chitu.models.quantization import Quantization
+from chitu.models.small_blocks import kept_of_ggml
 from chitu.ops.kept import KeptBlocks, Matrix, below
 
 STAGING_BYTES = 16 << 20
@@ -202,7 +203,7 @@ class WeightSource:
         files = weight_files(path)
         entries = read_entries(files)
         logical = logical_tensors(entries, quantization, f"model.path: {path}")
-        self._packed, self._shapes = logical.packed, logical.shapes
+        self._packed, self._small, self._shapes = logical.packed, logical.kept, logical.shapes
         self._may_have_idle_biases = quantization is not None and quantization.method == "gptq"
         self._total = sum(file.stat().st_size for file in files)
         self._files = TensorFiles(files, device)
@@ -258,19 +259,22 @@ class WeightSource:
         return below([self.take_matrix(part.name, part.total, inputs, rows=part.rows) for part in parts])
 
     def _can_keep(self, name: str, columns: range | None) -> bool:
-        """Return whether a tensor is a matrix of e4m3 whose columns begin with a block."""
-        packed = self._packed.get(name)
-        if not self._keeps_small or packed is None or packed.code != "number" or len(packed.shape) != 2:
+        """Return whether a tensor is a matrix of a form that is kept, and its columns begin with a run of one scale."""
+        kept = self._small.get(name)
+        if not self._keeps_small or kept is None:
             return False
-        is_whole = columns is None or columns.start % packed.block[1] == 0 or packed.block[1] == packed.shape[1]
-        return is_whole and not packed.zeros and self._files.tensors[packed.data].dtype == torch.float8_e4m3fn
+        return columns is None or columns.start % kept.run == 0 or kept.run == self._shapes[name][1]
 
     def _kept(self, name: str, shape: tuple[int, ...], rows: range | None, columns: range | None) -> KeptBlocks | None:
         """Read a part of a matrix as small as it is; None, with the tensor still to take, if it cannot be kept so."""
         if self._shapes.get(name) != shape or name not in self._left or not self._can_keep(name, columns):
             return None
-        packed = self._packed[name]
-        part = self._part(packed, 0, rows or range(shape[0]), columns or range(shape[1]))
+        packed, rows, columns = self._packed[name], rows or range(shape[0]), columns or range(shape[1])
+        if packed.code == "ggml":
+            blocks, dtype = self.blocks_of(packed.data, 0, packed.matrix, rows, columns, packed.head_rows)
+            self._count(name)
+            return kept_of_ggml(dtype, blocks).part(columns.start % BLOCKS[dtype][0], len(columns))
+        part = self._part(packed, 0, rows, columns)
         if ((part.data.view(torch.uint8) & 0x7F) == 0x7F).any():
             return None
         scales = part.scales

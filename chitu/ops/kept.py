@@ -37,6 +37,15 @@ class KeptBlocks(NamedTuple):
         numbers = self._numbers().mul_(self._by_input(self.scales_OR))
         return numbers if self.added_OR is None else numbers.add_(self._by_input(self.added_OR))
 
+    def part(self, first: int, count: int) -> KeptBlocks:
+        """Return these inputs of all outputs. `first`: of a run."""
+        runs = slice(first // self.run, -(-(first + count) // self.run))
+        return self._replace(
+            codes_OI=self.codes_OI[:, first : first + count],
+            scales_OR=self.scales_OR[:, runs],
+            added_OR=None if self.added_OR is None else self.added_OR[:, runs],
+        )
+
     def _numbers(self) -> torch.Tensor:
         if self.form == "e4m3":
             return self.codes_OI.view(torch.float8_e4m3fn).float()
@@ -67,7 +76,9 @@ def stack_of(weights: Weights) -> torch.Tensor:
 def below(parts: Sequence[Matrix]) -> Matrix:
     """Return the rows of these matrices one below the other: small if all are and have the same form."""
     kept = [each for each in parts if isinstance(each, KeptBlocks)]
-    if len(kept) < len(parts) or len({_kind(each) for each in kept}) > 1:
+    if len(kept) == len(parts) and len({_kind(each) for each in kept}) > 1:
+        kept = _alike(kept)
+    if len(kept) < len(parts):
         return torch.cat([dequantised(each) for each in parts])
     added = [each.added_OR for each in kept if each.added_OR is not None]
     return kept[0]._replace(
@@ -75,6 +86,33 @@ def below(parts: Sequence[Matrix]) -> Matrix:
         scales_OR=torch.cat([each.scales_OR for each in kept]),
         added_OR=torch.cat(added) if added else None,
     )
+
+
+def _alike(parts: Sequence[KeptBlocks]) -> list[KeptBlocks]:
+    """Return weights of several forms as int8 with the shortest of their runs; none if they cannot be so."""
+    run = min(each.run for each in parts)
+    wide = [each for each in parts if each.form == "e4m3" or each.run % run or not _is_whole(each.table)]
+    adds = any(each.added_OR is not None for each in parts)
+    return [] if wide else [_as_int8(each, run, adds) for each in parts]
+
+
+def _is_whole(table: Sequence[float]) -> bool:
+    return all(number == int(number) for number in table)
+
+
+def _as_int8(weight: KeptBlocks, run: int, adds: bool) -> KeptBlocks:
+    """Return the same numbers: a table's as codes, a run as several, nothing added as zeros."""
+    num_runs = -(-weight.codes_OI.shape[1] // run)
+
+    def spread(factors_OR: torch.Tensor) -> torch.Tensor:
+        return factors_OR.float().repeat_interleave(weight.run // run, 1)[:, :num_runs]
+
+    codes, scales, added = weight.codes_OI, spread(weight.scales_OR), None
+    if weight.table:
+        codes = torch.tensor(weight.table, device=codes.device).to(torch.int8)[codes.int()]
+    if adds:
+        added = torch.zeros_like(scales) if weight.added_OR is None else spread(weight.added_OR)
+    return KeptBlocks("int8", codes.view(torch.uint8), scales, run, added)
 
 
 def _kind(weight: KeptBlocks) -> tuple[object, ...]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_table import make_checkpoint
 from engine_checkpoints import logits_of, write_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import Row
+from support.gguf_files import convert
+from test_gguf_served import folder_of
 
 from chitu.engine.build import load_model
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.models.tensors import tensors_of, why_unlike
+from chitu.models.weights import WeightSource
 from chitu.ops.kept import KeptBlocks, Matrix, below, dequantised, in_16_bits
 from chitu.ops.native import NativeOps, load_library, pack, packed, unpack
 from chitu.ops.torch_ops import TorchOps
@@ -117,16 +123,22 @@ def test_only_what_16_bits_hold_exactly_is_kept_in_16_bits():
     assert in_16_bits(torch.tensor([[float("nan")]])) is None
 
 
-def test_parts_of_different_forms_are_one_float32_matrix():
-    first, second = weight_of("int8", 4, 64, 32), weight_of("int8", 6, 64, 32)
-    both = below([first, second])
-    assert isinstance(both, KeptBlocks) and torch.equal(
-        both.dequantise(), torch.cat((dequantised(first), dequantised(second)))
-    )
-    for other in (weight_of("table4", 6, 64, 32), weight_of("int8 added", 6, 64, 32), weight_of("int8", 6, 64, 16)):
-        mixed = below([first, other])
-        assert isinstance(mixed, torch.Tensor)
-        assert torch.equal(mixed, torch.cat((dequantised(first), dequantised(other))))
+def test_parts_of_different_forms_stay_small_if_one_form_has_the_numbers_of_all():
+    """Files of ggml mix forms: v often has more bits than q and k, and the three are one weight."""
+    first, whole = weight_of("int8", 4, 70, 32), tuple(map(float, range(-8, 8)))
+    same = below([first, weight_of("int8", 6, 70, 32)])
+    assert isinstance(same, KeptBlocks) and same.scales_OR.dtype == torch.float16
+    fourth = weight_of("table4 added", 6, 70, 16)
+    assert isinstance(fourth, KeptBlocks)
+    others = [fourth._replace(table=whole), weight_of("int8 added", 6, 70, 32), weight_of("int8", 6, 70, 16)]
+    for other, is_small in [*((each, True) for each in others), *((weight_of(k, 6, 70, 32), False) for k in KINDS[:1])]:
+        for parts in ([first, other], [other, first]):
+            mixed = below(parts)
+            assert isinstance(mixed, KeptBlocks) is is_small
+            assert torch.equal(dequantised(mixed), torch.cat([dequantised(each) for each in parts]))
+    assert isinstance(below([first, fourth]), torch.Tensor), "a table with halves is no int8"
+    assert isinstance(below([first, weight_of("int8", 6, 70, 24)]), torch.Tensor), "runs that do not divide"
+    assert isinstance(below([first, torch.randn(2, 70)]), torch.Tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -167,3 +179,43 @@ def test_the_plan_counts_what_memory_then_has(ops, tmp_path):
     model = load_model(tmp_path, max_model_len=1)
     held = sum(each.nbytes for _, each in tensors_of(model))
     assert count.numbers == wide.numbers and count.cpu_bytes <= held < 1.2 * count.cpu_bytes, "panels are padded"
+
+
+FILES = (("Q8_0", {}), ("Q4_0", {}), ("Q4_0", {"attn_v": "Q8_0", "token_embd": "Q8_0"}), ("F16", {}))
+"""The type of matrices, and of some others."""
+
+
+@pytest.mark.parametrize(("dtype", "rest"), FILES, ids=str)
+@pytest.mark.parametrize("name", ["Llama-3.1-8B-Instruct", "Qwen3-30B-A3B"])
+def test_a_gguf_file_stays_small_and_has_the_logits_of_float32(ops, name, dtype, rest, tmp_path):
+    (tmp_path / "published").mkdir()
+    make_checkpoint(Row(name), tmp_path / "published")
+    folder = folder_of(convert(tmp_path / "published", tmp_path / "model.gguf", dtype, {"ffn_down": "F16", **rest}))
+    spec = read_model_spec(folder)
+    model = load_model(folder, max_model_len=64)
+    assert isinstance(model, DecoderModel)
+    weights = [model.embedding, model.head, *(layer.attention.qkv for layer in model.layers)]
+    assert all(packed(each).codes is not None for each in weights)
+    assert bits_equal(logits_of(folder), logits_of(folder, ops=Float32Ops(load_library())))
+    plain = load_model(folder, max_model_len=64, ops=TorchOps())
+    held, wide = (sum(each.nbytes for _, each in tensors_of(each)) for each in (model, plain))
+    assert held < 0.6 * wide
+    if not rest:  # q, k and v of two types take one form, which has all numbers of both
+        assert held < 1.25 * check_checkpoint(folder, spec).cpu_bytes
+
+    shape = {
+        "q": (spec.num_heads * spec.head_dim, spec.hidden_size),
+        "o": (spec.hidden_size, spec.num_heads * spec.head_dim),
+    }
+    half = shape["q"][0] // 2
+    for part, cut in (("q", {"rows": range(half, 2 * half)}), ("o", {"columns": range(half, 2 * half)}), ("q", {})):
+        tensor = f"model.layers.0.self_attn.{part}_proj.weight"
+        with source_of(folder, keeps_small=True) as weights:
+            small = weights.take_matrix(tensor, *shape[part], **cut)
+        with source_of(folder, keeps_small=False) as weights:
+            assert torch.equal(dequantised(small), weights.take(tensor, *shape[part], **cut))
+        assert isinstance(small, KeptBlocks) is (dtype != "F16")
+
+
+def source_of(folder: Path, keeps_small: bool) -> WeightSource:
+    return WeightSource(folder, torch.float32, torch.device("cpu"), None, keeps_small=keeps_small)

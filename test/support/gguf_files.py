@@ -306,8 +306,13 @@ def vocabulary_of(folder: Path, pre: str = "qwen2") -> dict[str, Any]:
     return {**found, "tokenizer.chat_template": source} if source else found
 
 
-def convert(folder: Path, file: Path, dtype: str = "F32", **more: Any) -> Path:
-    """Write a checkpoint folder as a GGUF file. `dtype`: of the matrices; `more`: metadata beside the config's."""
+def convert(folder: Path, file: Path, dtype: str = "F32", rest: Mapping[str, str] = {}, **more: Any) -> Path:
+    """Write a checkpoint folder as a GGUF file. `dtype`: of the matrices, but those in whose names a key of `rest` is;
+    `more`: metadata beside the config's."""
+
+    def dtype_of(name: str) -> str:
+        return next((other for part, other in rest.items() if part in name), dtype)
+
     config = json.loads((folder / "config.json").read_text())
     loaded = load_file(folder / "model.safetensors")
     tensors = tensors_of({name: each.to(torch.float32).numpy() for name, each in loaded.items()}, config)
@@ -317,5 +322,5 @@ def convert(folder: Path, file: Path, dtype: str = "F32", **more: Any) -> Path:
     return write_gguf(
         file,
         {**metadata, **more},
-        {name: stored(each, dtype if each.ndim > 1 else "F32") for name, each in tensors.items()},
+        {name: stored(each, dtype_of(name) if each.ndim > 1 else "F32") for name, each in tensors.items()},
     )

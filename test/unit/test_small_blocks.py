@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from chitu.models.small_blocks import FORMATS, HALVES, NON_LINEAR, kept_of_ggml
+from chitu.models.gguf import BLOCKS
+from chitu.models.gguf_blocks import E2M1_DOUBLED, IQ4_LEVELS, dequantise_blocks
+from chitu.models.logical_tensors import KEPT_BLOCKS
+from chitu.models.small_blocks import FORMATS, kept_of_ggml
 
-BLOCKS = 3
+NUM_BLOCKS = 3
 
 
 def half(block: bytes, at: int) -> float:
@@ -58,7 +61,21 @@ def q6_k(block: bytes, i: int) -> float:
 def iq4_xs(block: bytes, i: int) -> float:
     run = i // 32
     scale = block[4 + run // 2] >> run % 2 * 4 & 15 | (struct.unpack_from("<H", block, 2)[0] >> 2 * run & 3) << 4
-    return half(block, 0) * (scale - 32) * NON_LINEAR[nibble(block[8 + run * 16 :][:16], i % 32)]
+    return half(block, 0) * (scale - 32) * IQ4_LEVELS[nibble(block[8 + run * 16 :][:16], i % 32)]
+
+
+def q2_k(block: bytes, i: int) -> float:
+    code = block[16 + i // 128 * 32 + i % 32] >> i % 128 // 32 * 2 & 3
+    factors = block[i // 16]
+    return half(block, 80) * (factors & 15) * code - half(block, 82) * (factors >> 4)
+
+
+def q3_k(block: bytes, i: int) -> float:
+    code = block[32 + i // 128 * 32 + i % 32] >> i % 128 // 32 * 2 & 3
+    code += 4 * (block[i % 32] >> i // 32 & 1) - 4
+    run = i // 16
+    scale = nibble(block[96:104], run) | (block[104 + run % 4] >> run // 4 * 2 & 3) << 4
+    return half(block, 108) * (scale - 32) * code
 
 
 MEANING: dict[str, Callable[[bytes, int], float]] = {
@@ -67,20 +84,31 @@ MEANING: dict[str, Callable[[bytes, int], float]] = {
     "Q5_0": lambda b, i: half(b, 0) * (nibble(b[6:], i) + 16 * bit(b[2:6], i) - 16),
     "Q5_1": lambda b, i: half(b, 0) * (nibble(b[8:], i) + 16 * bit(b[4:8], i)) + half(b, 2),
     "Q8_0": lambda b, i: half(b, 0) * struct.unpack_from("b", b, 2 + i)[0],
+    "Q2_K": q2_k,
+    "Q3_K": q3_k,
     "Q4_K": q4_k,
     "Q5_K": q5_k,
     "Q6_K": q6_k,
-    "IQ4_NL": lambda b, i: half(b, 0) * NON_LINEAR[nibble(b[2:], i)],
+    "IQ4_NL": lambda b, i: half(b, 0) * IQ4_LEVELS[nibble(b[2:], i)],
     "IQ4_XS": iq4_xs,
-    "MXFP4": lambda b, i: 2.0 ** (b[0] - 128) * HALVES[nibble(b[1:], i)],
+    "MXFP4": lambda b, i: 2.0 ** (b[0] - 128) * E2M1_DOUBLED[nibble(b[1:], i)],
 }
-HALF_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+HALF_PLACES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 
 
 def random_blocks(form: str) -> np.ndarray:
     """Return two rows of random blocks whose scales are finite; some are denormal in float16."""
-    generator, nbytes = np.random.default_rng(len(form)), FORMATS[form][0]
-    blocks = generator.integers(0, 256, (2, BLOCKS, nbytes), dtype=np.uint8)
+    generator, nbytes = np.random.default_rng(len(form)), BLOCKS[form][1]
+    blocks = generator.integers(0, 256, (2, NUM_BLOCKS, nbytes), dtype=np.uint8)
     for at in HALF_PLACES.get(form, (0,)):
         blocks[:, :, at + 1] &= 0xBF  # no infinity
         blocks[0, 0, at + 1] &= 0x83
@@ -89,7 +117,7 @@ def random_blocks(form: str) -> np.ndarray:
 
 def numbers_of(form: str, blocks: np.ndarray) -> Iterator[float]:
     """Yield every number of the rows. Python computes in float64, where all products and sums are exact."""
-    size = 256 if form.endswith(("_K", "_XS")) else 32
+    size = BLOCKS[form][0]
     for block in blocks.reshape(-1, blocks.shape[2]):
         yield from (MEANING[form](block.tobytes(), i) for i in range(size))
 
@@ -99,7 +127,7 @@ def test_blocks_are_kept_with_exactly_their_numbers(form):
     blocks = random_blocks(form)
     expected = torch.tensor(list(numbers_of(form, blocks)), dtype=torch.float64).float().view(2, -1)
     found = kept_of_ggml(form, torch.from_numpy(blocks.reshape(2, -1)))
-    assert found is not None and torch.equal(found.dequantise(), expected) and len(expected.unique()) > 40
+    assert torch.equal(found.dequantise(), expected) and len(expected.unique()) > 40
     if found.added_OR is not None:  # so it does not matter whether a compiler fuses product and sum
         products = found._replace(added_OR=None)
         codes = products._replace(scales_OR=torch.ones_like(found.scales_OR)).dequantise().double()
@@ -107,7 +135,14 @@ def test_blocks_are_kept_with_exactly_their_numbers(form):
         assert torch.equal(products.dequantise().double(), codes * scales), "exact in float32"
 
 
-def test_other_formats_and_other_sizes_are_not_taken():
-    assert kept_of_ggml("Q2_K", torch.zeros(2, 84, dtype=torch.uint8)) is None
-    with pytest.raises(ValueError, match=r"rows of 33 bytes of torch\.uint8 are no blocks of Q8_0, which have 34"):
-        kept_of_ggml("Q8_0", torch.zeros(2, 33, dtype=torch.uint8))
+@pytest.mark.parametrize("form", FORMATS)
+def test_kept_blocks_are_what_is_dequantised_and_as_large_as_planned(form):
+    data = torch.from_numpy(random_blocks(form).reshape(2, -1))
+    found, expected = kept_of_ggml(form, data), dequantise_blocks(data, form)
+    assert torch.equal(found.dequantise(), expected)
+    run, nbytes = KEPT_BLOCKS[form]
+    factors = [found.scales_OR] if found.added_OR is None else [found.scales_OR, found.added_OR]
+    held = found.codes_OI.numel() // (2 if found.form == "table4" else 1) + sum(each.nbytes for each in factors)
+    assert found.run == run and held == expected.numel() // run * nbytes
+    part = found.part(run, 2 * run - 3)
+    assert torch.equal(part.dequantise(), expected[:, run : 3 * run - 3])
