@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from chitu.models.logical_tensors import PackedTensor
+from chitu.ops.kept import KeptBlocks
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of the lower three bits of a 4-bit float; the highest bit is the sign."""
@@ -45,6 +46,54 @@ def dequantise(part: Quantized) -> torch.Tensor:
         numbers = numbers.sub_(_per_number(part.zeros, part))
     numbers = numbers.mul_(_per_number(part.scales, part))
     return numbers.t() if part.packed.is_transposed else numbers
+
+
+def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
+    """Return the part, of one of `LogicalTensors.kept` and from the begin of a group of inputs on, as a weight that
+    stays small; None if its numbers are not those of such. `has_half_scales`: whether the file's scales are float16."""
+    packed, inputs = part.packed, 0 if part.packed.is_transposed else 1
+    run = packed.block[inputs]
+    if part.order is not None:
+        groups = torch.arange(part.shape[inputs]) // run
+        if not torch.equal(part.order, groups + part.order[0]):
+            return None
+        own = inputs, int(part.order[0]), int(groups[-1]) + 1
+        zeros = None if part.zeros is None else part.zeros.narrow(*own)
+        part = part._replace(scales=part.scales.narrow(*own), zeros=zeros)
+    scales_OR = _by_output(part.scales, part)
+    if packed.code == "number":
+        codes = part.data.view(torch.uint8)
+        if part.data.dtype == torch.int8:
+            return KeptBlocks("int8", codes, scales_OR, run)
+        has_nan = bool(((codes & 0x7F) == 0x7F).any())
+        return None if has_nan else KeptBlocks("e4m3", codes, scales_OR, run)
+    if packed.code == "e2m1":
+        pairs = part.data.contiguous().view(torch.uint8)
+        codes = torch.stack((pairs & 0xF, pairs >> 4), dim=2).flatten(1).narrow(1, part.skipped, part.shape[1])
+        return KeptBlocks("table4", codes, scales_OR, run, table=(*E2M1, *(-x for x in E2M1)))
+    numbers = integers(part.data, packed.bits, packed.lanes, packed.packed_dim)
+    numbers = numbers.narrow(packed.packed_dim, part.skipped, part.shape[packed.packed_dim])
+    numbers = numbers.t() if packed.is_transposed else numbers
+    middle = 128 if packed.bits > 4 else 0
+    added_OR = None
+    if part.zeros is not None:  # both products are exact, since scales have 16 bits
+        added_OR = (middle - _by_output(part.zeros, part)).mul_(scales_OR)
+    elif has_half_scales and packed.has_half_scales("F16"):
+        scales_OR = scales_OR.half()
+    if packed.bits > 4:
+        return KeptBlocks("int8", (numbers - middle).to(torch.int8).view(torch.uint8), scales_OR, run, added_OR)
+    middle = packed.middle if part.zeros is None else 0
+    table = tuple(float(code - middle) for code in range(16))
+    return KeptBlocks("table4", numbers.to(torch.uint8), scales_OR, run, added_OR, table)
+
+
+def _by_output(grid: torch.Tensor, part: Quantized) -> torch.Tensor:
+    """Return the numbers of blocks for each output and group of inputs."""
+    outputs = 1 if part.packed.is_transposed else 0
+    if part.packed.block[outputs] > 1:
+        grid = grid.repeat_interleave(part.packed.block[outputs], outputs)
+        grid = grid.narrow(outputs, part.first[outputs], part.shape[outputs])
+    return (grid if outputs == 0 else grid.t()).contiguous()
 
 
 def _numbers(part: Quantized) -> torch.Tensor:

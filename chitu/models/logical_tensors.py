@@ -89,6 +89,10 @@ class PackedTensor:
         rows, columns = (*self.shape, 1)[-2:] if self.is_list else self.shape[-2:]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
+    def has_half_scales(self, dtype: str) -> bool:
+        """Return whether scales stored in this dtype stay float16 where the weight is kept small."""
+        return dtype == "F16" and self.code == "integer" and not self.zeros
+
     @property
     def parts(self) -> tuple[str, ...]:
         """Return the names of its tensors."""
@@ -168,15 +172,21 @@ def _wide_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
     """Return how kernels keep a weight; None if they do not."""
     dtype, count = entries[packed.data].dtype, math.prod(packed.shape)
-    if len(packed.shape) != 2 or packed.is_transposed or packed.is_list:
+    if len(packed.shape) != 2 or packed.is_list:
         return None
-    if packed.code == "number" and dtype == "F8_E4M3" and not packed.zeros:
-        run = packed.block[1]
-        return Kept(run, count + packed.shape[0] * -(-packed.shape[1] // run) * WIDE_BYTES)
-    if packed.code == "ggml" and dtype in KEPT_BLOCKS and not (packed.pair or packed.added):
+    if packed.code == "ggml":
+        if dtype not in KEPT_BLOCKS or packed.is_transposed or packed.pair or packed.added:
+            return None
         run, nbytes = KEPT_BLOCKS[dtype]
         return Kept(run, count // run * nbytes)
-    return None
+    run, scale_dtype = packed.block[0 if packed.is_transposed else 1], entries[packed.scales].dtype
+    if packed.code == "number" and (dtype not in ("F8_E4M3", "I8") or packed.zeros):
+        return None
+    if packed.zeros and scale_dtype not in ("F16", "BF16"):  # a product with a zero point would be rounded
+        return None
+    bits = 8 if packed.code == "number" or packed.bits > 4 else 4
+    factor_bytes = 2 * WIDE_BYTES if packed.zeros else 2 if packed.has_half_scales(scale_dtype) else WIDE_BYTES
+    return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes)
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:

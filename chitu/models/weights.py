@@ -26,7 +26,7 @@ import torch
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import Entry, read_entries
 from chitu.models.config import weight_files
-from chitu.models.dequantize import Quantized, dequantise, integers, scales_of
+from chitu.models.dequantize import Quantized, dequantise, integers, kept_of, scales_of
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_blocks import dequantise_blocks
 from chitu.models.gguf_names import PLAIN, GgufTensor
@@ -274,14 +274,11 @@ class WeightSource:
             blocks, dtype = self.blocks_of(packed.data, 0, packed.matrix, rows, columns, packed.head_rows)
             self._count(name)
             return kept_of_ggml(dtype, blocks).part(columns.start % BLOCKS[dtype][0], len(columns))
-        part = self._part(packed, 0, rows, columns)
-        if ((part.data.view(torch.uint8) & 0x7F) == 0x7F).any():
-            return None
-        scales = part.scales
-        if packed.block[0] > 1:
-            scales = scales.repeat_interleave(packed.block[0], 0).narrow(0, part.first[0], part.shape[0])
-        self._count(name)
-        return KeptBlocks("e4m3", part.data.view(torch.uint8), scales.contiguous(), packed.block[1])
+        part = self._part(packed, 0, *((columns, rows) if packed.is_transposed else (rows, columns)))
+        kept = kept_of(part, self._files.tensors[packed.scales].dtype == torch.float16)
+        if kept is not None:
+            self._count(name)
+        return kept
 
     def _read(
         self,

@@ -37,9 +37,11 @@ def folder_of(path: Path, encoded: Encoded, module: str = "x") -> Path:
     return write_folder(path, {f"{module}.{end}": each for end, each in encoded.tensors.items()}, encoded.config)
 
 
-def source_of(folder: Path, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20) -> WeightSource:
+def source_of(
+    folder: Path, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20, keeps_small: bool = False
+) -> WeightSource:
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return WeightSource(folder, dtype, CPU, None, read_quantization(config, folder, "here"), piece_numbers)
+    return WeightSource(folder, dtype, CPU, None, read_quantization(config, folder, "here"), piece_numbers, keeps_small)
 
 
 def read(
@@ -249,8 +251,29 @@ def test_a_model_in_each_form_has_the_logits_of_its_dequantised_folder(form, tmp
     small, large = tmp_path / "quantised", tmp_path / "dequantised"
     names = quantise_folder(tmp_path / "plain", small, large, form, config_of(form))
     assert len(names) > 10
-    assert check_checkpoint(small, read_model_spec(small)).numbers == count_weights(large)
+    count = check_checkpoint(small, read_model_spec(small))
+    assert count.numbers == count_weights(large) and count.cpu_bytes < 0.6 * 4 * count.numbers
     assert torch.equal(logits_of(small), logits_of(large))
+
+
+NOT_KEPT = ("int8 rows zeros", "int4 ordered", "gptq ordered")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_part_of_a_matrix_that_is_kept_small_has_its_numbers(form, tmp_path):
+    encoded = FORMS[form](np.random.default_rng(5), ROWS, COLUMNS)
+    folder, kept = folder_of(tmp_path, encoded), set()
+    for rows, columns in itertools.product(PARTS, COLUMN_PARTS):
+        with source_of(folder) as weights:
+            expected = weights.take(NAME, ROWS, COLUMNS, rows=rows, columns=columns)
+        with source_of(folder, keeps_small=True) as weights:
+            found = weights.take_matrix(NAME, ROWS, COLUMNS, rows=rows, columns=columns)
+            weights.finish()
+        assert torch.equal(dequantised(found), expected)
+        if isinstance(found, KeptBlocks):
+            kept.add(columns)
+            assert found.codes_OI.dtype == torch.uint8 and found.scales_OR.shape[0] == len(expected)
+    assert kept >= {None, range(0, 32)} if form not in NOT_KEPT else not kept
 
 
 def test_biases_of_gptq_are_left_out_only_if_they_are_zero(tmp_path):
