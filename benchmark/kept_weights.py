@@ -4,7 +4,7 @@
 
 One thread. The forms of one shape and count of rows take turns, call by call, with so many weights that none is in the
 cache, and the median of each counts: other work on the machine slows all of them. Exits with code 1 if a form is slower
-than float32 at one row, or a tenth slower at 64.
+than float32 at one row, or a sixth slower with more.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> int:
         for rows in options.rows:
             took = medians(ops, weights, rows, options.seconds)
             gains = {form: took["float32"] / each for form, each in took.items()}
-            is_right &= all(gain >= (1 if rows == 1 else 0.9) for gain in gains.values())
+            is_right &= all(gain >= (1 if rows == 1 else 0.85) for gain in gains.values())
             print(f"  {rows} rows: " + ", ".join(f"{form} {took[form]:.0f} us ({gains[form]:.1f}x)" for form in forms))
     return 0 if is_right else 1
 

@@ -202,7 +202,7 @@ void chitu_linear(const float *x, int64_t rows, int64_t inner, const float *pack
 /* Weights that stay smaller than float32: codes of 4, 8 or 16 bits, those of 4 and 8 with a scale, and maybe a number to
  * add, for each output and run of inputs. They are widened to the same float32 numbers as those of a dequantised weight,
  * a chunk of a panel at a time in the L1 cache, and summed in the same order: the result has the same bits. What is added
- * must go with an exact product (see native.py), so that it does not matter whether the compiler fuses the two. */
+ * must go with an exact product (see kept.py), so that it does not matter whether the compiler fuses the two. */
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
 #include <immintrin.h>
 #define CHUNK 128
@@ -272,17 +272,13 @@ static inline void load_factors(const void *factors, int64_t run, int64_t is_hal
 
 static inline __attribute__((always_inline)) void widen_row(const int form, const uint8_t *row, const float *table,
                                                             vf out[VECTORS]) {
-    if (form == TABLE4) {
-        widen_table4(row, table, out);
-        return;
-    }
+    if (form == TABLE4) widen_table4(row, table, out);
     if (form == BFLOAT16) { /* words of two: the low half is of one of the first 16 outputs, the high one of 16 behind */
         for (int v = 0; v < VECTORS / 2; v++) {
             vi words = *(const vi *)(row + v * LANES * 4);
             out[v] = (vf)(words << 16);
             out[v + VECTORS / 2] = (vf)(words & (int32_t)0xffff0000);
         }
-        return;
     }
     for (int v = 0; v < VECTORS; v++) {
         if (form == E4M3) out[v] = widen_e4m3(row + v * LANES);
@@ -363,10 +359,8 @@ static inline __attribute__((always_inline)) void direct_tile(const int rows, co
     EACH_RUN(form, w, 0, inner, ADD_INPUT)
 }
 
-#define DIRECT_FORM(n, form)                                        \
-    case form:                                                      \
-        direct_tile(n, form, &panel, x + first * inner, inner, inner, acc); \
-        break;
+#define DIRECT_FORM(n, form) \
+    case form: direct_tile(n, form, &panel, x + first * inner, inner, inner, acc); break;
 
 #define DIRECT_CASE(n)                                                                                              \
     case n: {                                                                                                       \
@@ -379,10 +373,8 @@ static inline __attribute__((always_inline)) void direct_tile(const int rows, co
         break;                                                                                                      \
     }
 
-#define WIDEN_CASE(form)                                     \
-    case form:                                               \
-        widen_chunk(form, &panel, at, count, wide); \
-        break;
+#define WIDEN_CASE(form) \
+    case form: widen_chunk(form, &panel, at, count, wide); break;
 
 /* acc[r][:] += sum over i of x[r][i] * b[i][0:32], in the order of `tile`. Meanwhile `step` bytes from `next` on are
  * fetched for each i. */

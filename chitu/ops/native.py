@@ -1,9 +1,10 @@
 """The operations on CPU in float32, with our own C kernels (`native.c`), for speed.
 
 The machine's C compiler builds the library on first use, into the user's cache folder, named by the hash of source,
-flags and CPU. `load_library` returns None if there is no compiler, and `select.py` then uses `TorchOps`. A build that
-takes too long is remembered beside it and not tried again for a day, or until that file is removed. The library shares
-torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
+flags and CPU. Some virtual machines lack what they report: a process of its own tries what was built, and if a signal
+ends that, it is built again without AVX-512. `load_library` returns None if there is no compiler, and `select.py` then
+uses `TorchOps`. A build that takes too long is remembered beside it and not tried again for a day, or until that file
+is removed. The library shares torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
 
 On CPUs that convert float16, weights stay small: `KeptBlocks` as they are, and a float32 matrix in 16 bits if bfloat16
 or float16 has exactly its numbers. Results have the same bits as those of float32.
@@ -21,6 +22,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -54,6 +56,18 @@ FORMS: dict[Form | torch.dtype, int] = {"e4m3": 0, "int8": 1, "table4": 2, torch
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+WITHOUT_AVX512 = "-mno-avx512f"
+TRIAL = """
+import ctypes, sys
+library, integer = ctypes.CDLL(sys.argv[1]), ctypes.c_int64
+numbers, codes = (ctypes.c_float * 4096)(), (ctypes.c_uint8 * 8192)()
+sizes, rest = (integer(8), integer(64)), (None, numbers, integer(32), integer(0), integer(1))
+library.chitu_linear(numbers, *sizes, codes, *rest)
+for form in range(5 * library.chitu_keeps_small()):
+    kept = integer(form), codes, numbers, codes, None, integer(0), integer(32)
+    library.chitu_linear_kept(numbers, *sizes, *kept, *rest)
+"""
+"""Program that computes a product of each form with the library that it is given."""
 STORE, ADD, GATE_UP = 0, 1, 2
 COMPILE_TIMEOUT_S = 120
 RETRY_S = 86400.0
@@ -116,17 +130,26 @@ def load_library(cache_folder: Path | None = None, timeout_s: float = COMPILE_TI
 
 
 def _compile(compiler: str, source: Path, target: Path, timeout_s: float) -> None:
-    """Compile beside the target and rename, so that processes that start together never load a partial file."""
+    """Compile beside the target, try it and rename, so that processes that start together never load a partial file."""
     handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     try:
-        command = [compiler, *FLAGS, str(source), "-o", partial, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        if done.returncode != 0:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        os.replace(partial, target)
+        for more in ([], [WITHOUT_AVX512]):
+            done = _run([compiler, *FLAGS, *more, str(source), "-o", partial, "-lm"], timeout_s)
+            if done.returncode != 0:
+                raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            trial = _run([sys.executable, "-I", "-c", TRIAL, partial], timeout_s)
+            if trial.returncode >= 0:  # a library that cannot be loaded there may be loaded behind torch
+                os.replace(partial, target)
+                return
+            logger.warning("signal %s ended the trial of the C kernels (flags %s)", -trial.returncode, more)
+        raise OSError("the C kernels crash: the CPU lacks what it reports")
     finally:
         Path(partial).unlink(missing_ok=True)
+
+
+def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 from support.reference_ops import ReferenceOps
 
 from chitu.ops.interface import HeadSpec, Ops, RotaryTable
-from chitu.ops.native import NativeOps, load_library
+from chitu.ops.native import WITHOUT_AVX512, NativeOps, load_library
 from chitu.ops.select import select_ops
 from chitu.ops.torch_ops import TorchOps
 
@@ -143,6 +144,26 @@ def test_without_a_compiler_torch_takes_over(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load_library() is None
     assert select_ops(torch.device("cpu"), torch.float32).name == "torch"
+
+
+@pytest.mark.parametrize("works_without", [True, False])
+def test_a_cpu_that_lacks_what_it_reports_gets_other_kernels(tmp_path, monkeypatch, caplog, works_without):
+    if load_library() is None:
+        pytest.skip("no C compiler here")
+    trap = tmp_path / "trap.c"
+    trap.write_text("__attribute__((constructor)) static void trap(void) { __builtin_trap(); }\n")
+    cure = f'case "$*" in *{WITHOUT_AVX512}*) exec {shutil.which("cc")} "$@";; esac' if works_without else ""
+    compiler = tmp_path / "bin" / "cc"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\n{cure}\nexec {shutil.which("cc")} "$@" {trap}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent), prepend=":")
+    library = load_library(tmp_path / "cache")
+    assert ("ended the trial" in caplog.text) and (library is not None) is works_without
+    assert ("the CPU lacks what it reports" in caplog.text) is not works_without
+    if library is not None:
+        x, weight = torch.randn(3, 64), torch.randn(40, 64)
+        torch.testing.assert_close(NativeOps(library).linear(x, NativeOps(library).prepare(weight, None)), x @ weight.T)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_failure(tmp_path):
