@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from nursery import FORKED
+from nursery import FORKED, forked_router
+from support.scripted_template import HERMES, SCRIPT
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
@@ -19,6 +20,8 @@ from chitu.tokenizer import Tokenizer
 
 MARK = "<|im_start|>"
 [MARK_ID] = Tokenizer.load(TINY_MODEL_DIR).encode(MARK, add_special_tokens=False)
+LLAMA3 = '<|start_header_id|> "parameters"'
+EOS_ID = Tokenizer.load(TINY_MODEL_DIR).eos_token_ids[0]
 TEMPLATE = """{#- <|start_header_id|> "parameters" -#}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
 {%- for message in messages %}{{ message.content }}{% endfor %}"""
 
@@ -34,10 +37,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield cluster.url
 
 
-def asked(url: str, route: str, **fields: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the URL of a router whose model answers with the text of the last turn, and calls as Llama 3."""
+    folder = tmp_path_factory.mktemp("scripted")
+    shutil.copytree(TINY_MODEL_DIR, folder / "tiny")
+    (folder / "tiny" / "chat_template.jinja").write_text(SCRIPT.replace(HERMES, LLAMA3))
+    with forked_router(folder, folder / "tiny", ("model.served_name=m",)) as router:
+        router.start_worker("P0,D0", "--vocab-size", "100000", "--stop-token", str(EOS_ID), "--step-s", "0.001")
+        yield router.url
+
+
+def asked(url: str, route: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
     """Return the answer that is not streamed, after comparing it with that of a stream."""
     if route == "chat/completions":
-        fields["messages"] = [{"role": "user", "content": "hello"}]
+        fields["messages"] = [{"role": "user", "content": text}]
     else:
         fields["prompt"] = "hello"
     body = {"temperature": 0, "return_token_ids": True, **fields}
@@ -108,15 +122,15 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties
         ('{"answer": 5}', None),
     ],
 )
-def test_a_call_is_the_same_streamed_and_not(url: str, text: str, arguments: dict[str, Any] | None) -> None:
-    choice = asked(url, "chat/completions", tools=[TOOL], guided_choice=[text], max_tokens=200)
+def test_a_call_is_the_same_streamed_and_not(scripted: str, text: str, arguments: dict[str, Any] | None) -> None:
+    choice = asked(scripted, "chat/completions", text, tools=[TOOL], max_tokens=200)
     if arguments is None:
         assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
     else:
         [call] = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) == arguments
         assert not choice["message"]["content"] and choice["finish_reason"] == "tool_calls"
-    asked(url, "chat/completions", tools=[TOOL], guided_choice=[text], max_tokens=12)  # cut off
+    asked(scripted, "chat/completions", text, tools=[TOOL], max_tokens=12)  # cut off
 
 
 def test_a_schema_is_obeyed_under_any_type_and_an_annotation_refuses_nothing(url: str) -> None:

@@ -26,8 +26,8 @@ from chitu.tools.make_model import make_model
 
 WEATHER = {"city": 'Zürich "ZH"', "days": [1, 2]}
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
-SENT = json.dumps({"name": "weather", "arguments": WEATHER}, ensure_ascii=False)
-"""Text of that call in the prompt of the next turn."""
+SENT = json.dumps(WEATHER, ensure_ascii=False)
+"""Text of that call's arguments in the prompt of the next turn."""
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
