@@ -189,7 +189,7 @@ def _reference(options: VerifyOptions, client: RouterClient, like: KVLayout, say
     return Reference(engine, own, scorers)
 
 
-def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
+def find_transformers(folder: str, say: Callable[[str], None]) -> Transformers | None:
     """Return the scorer by `transformers`, or None after passing the reason to `say`."""
     if importlib.util.find_spec("transformers") is None:
         say("no second reference: transformers is not installed")
@@ -205,13 +205,13 @@ def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
         say(f"no second reference: transformers would take {needed >> 20} MiB of {free >> 20} that are free")
         return None
     try:
-        return _Transformers(folder)
+        return Transformers(folder)
     except (OSError, ValueError, KeyError) as error:
         say(f"no second reference: transformers does not serve {folder}: {error}")
         return None
 
 
-class _Transformers:
+class Transformers:
     """Scores by `transformers` in float32 on CPUs, one prompt at a time, so that padding cannot change the rounding."""
 
     def __init__(self, folder: str) -> None:
@@ -227,15 +227,15 @@ class _Transformers:
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if weight_files(folder)[0].suffix == SUFFIX:
-            self._model: Any = _of_gguf(folder)
+            self.model: Any = _of_gguf(folder)
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
         import torch
 
         with torch.inference_mode():
-            rows = self._model(torch.tensor([token_ids])).logits[0, -count - 1 : -1].float().log_softmax(-1)
+            rows = self.model(torch.tensor([token_ids])).logits[0, -count - 1 : -1].float().log_softmax(-1)
             tops, ids = rows.max(-1)
             own = rows.gather(1, torch.tensor(token_ids[-count:])[:, None])[:, 0]
         return [Score(*one) for one in zip(own.tolist(), ids.tolist(), tops.tolist(), strict=True)]
