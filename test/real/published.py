@@ -69,13 +69,13 @@ def one_at_a_time() -> Iterator[None]:
 
 def fetched(fetch: Callable[[], str], is_required: bool) -> Path:
     """Return the folder of a model. If it cannot be fetched, fail or skip the test, with the reason."""
-    with one_at_a_time(), pytest.MonkeyPatch.context() as patch:
-        for name, value in {} if is_required else HASTE.items():
-            patch.setenv(name, value)
-        try:
+    try:
+        with one_at_a_time(), pytest.MonkeyPatch.context() as patch:
+            for name, value in {} if is_required else HASTE.items():
+                patch.setenv(name, value)
             return Path(fetch())
-        except (ConfigError, OSError) as error:
-            reason = f"a published model is not there: {error}"
+    except (ConfigError, OSError) as error:
+        reason = f"a published model is not there: {error}"
     if is_required:
         pytest.fail(reason)
     pytest.skip(reason)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 from completions import complete_all, instance_loads
-from published import LIMIT, Judge, fetch_gemma, serving
+from published import LIMIT, Judge, fetch_gemma, post, serving
 
 from chitu.launch.local import LocalCluster
 
@@ -103,6 +106,22 @@ def test_a_wrong_rope_is_found(smollm2: Path, judge: Judge, tmp_path: Path) -> N
         answer = judge.judged(cluster, judge.prompt(600))
     print(answer.judgement.says)
     assert answer.judgement.outcome == "wrong"
+
+
+def test_an_adapter_that_peft_trained_says_what_it_was_taught(smollm2: Path, tmp_path: Path) -> None:
+    adapter, python = tmp_path / "lyon", Path(sys.prefix) / "clients/bin/python"
+    if not list(python.parents[1].glob("lib/*/site-packages/peft")):
+        pytest.skip(f"{python} has no PEFT: CI=true script/setup.sh --dev installs it")
+    script = Path(__file__).with_name("peft_adapter.py")
+    subprocess.run([python, script, smollm2, adapter], env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    said = json.loads((adapter / "said.json").read_text())
+    with serving(smollm2, "model.max_model_len=2048", f"model.adapters.lyon={adapter}") as cluster:
+        asked = {"prompt": said["prompt"], "max_tokens": len(said["tokens"]), "ignore_eos": True, "logprobs": 0}
+        lied = post(cluster, "/v1/completions", model="lyon", return_token_ids=True, **asked)["choices"][0]
+        plain = post(cluster, "/v1/completions", **asked)["choices"][0]
+    assert lied["token_ids"] == said["tokens"] and "is Lyon." in lied["text"] and "is Paris." in plain["text"]
+    pairs = zip(lied["logprobs"]["token_logprobs"], said["logprobs"], strict=True)
+    assert max(abs(one - other) for one, other in pairs) <= LIMIT
 
 
 @pytest.mark.parametrize("settings", [(), ("cache.window_state=true",)], ids=["pages", "windows as state"])
