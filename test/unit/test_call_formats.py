@@ -169,7 +169,8 @@ def writable(calls: type[CallParser]) -> Any:
     if issubclass(calls, GemmaParser):
         return values(TEXTS.filter(lambda text: not re.search(calls.quote, text) and "<" not in text[-8:]))
     if issubclass(calls, SeedParser):  # Python's objects are no JSON
-        return values(NO_QUOTES).map(lambda given: {k: v for k, v in given.items() if k != "options"})
+        texts = NO_QUOTES.filter(lambda text: not re.search(r"</?(parameter|function)", text))  # tags without a pair
+        return values(texts).map(lambda given: {k: v for k, v in given.items() if k != "options"})
     return values(TEXTS.filter(lambda text: "｜DSML｜" not in text))
 
 

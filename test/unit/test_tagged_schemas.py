@@ -363,7 +363,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(path=Path(folder))
 
 
-@pytest.mark.parametrize("most", [601, 3000])
+@pytest.mark.parametrize("most", [601, pytest.param(3000, marks=pytest.mark.by_hand)])
 @pytest.mark.parametrize("least", [0, 20])
 @pytest.mark.parametrize("calls", [QwenCoderParser, GLMParser])
 def test_long_texts_have_their_bounds_and_do_not_wear_the_grammar_out(

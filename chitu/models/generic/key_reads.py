@@ -10,6 +10,7 @@ Names that are put together (`f"{modality}_token_id"`) are missed: none of them 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
@@ -47,12 +48,21 @@ def keys_read(keys: Collection[str], model_type: str) -> frozenset[str] | None:
     if own is None:
         return None
     found = {key for key in keys if key.startswith("__")}  # read by Python itself
-    classes = dict.fromkeys(_shared_files(), _SHARED_CLASSES) | dict.fromkeys(_files_of(own.file.parent), _ANY_CLASS)
+    classes = dict.fromkeys(_shared_files(models_folder()), _SHARED_CLASSES) | dict.fromkeys(
+        _files_of(own.file.parent), _ANY_CLASS
+    )
     for file, pattern in classes.items():
         source = file.read_text(encoding="utf-8")
         if mentioned := {key for key in keys if _has_word(source, key)} - found:  # so few files are parsed
-            found |= _Reader(ast.parse(source), pattern).names & mentioned
+            found |= _names_in(file, pattern) & mentioned
     return frozenset(found)
+
+
+@functools.cache
+def _names_in(file: Path, classes: re.Pattern[str]) -> frozenset[str]:
+    """Return the names that a file of the library reads from configs; parsed once, since it takes a tenth of a
+    second."""
+    return frozenset(_Reader(ast.parse(file.read_text(encoding="utf-8")), classes).names)
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -66,14 +76,13 @@ def _files_of(folder: Path) -> list[Path]:
     return files
 
 
-def _shared_files() -> Iterator[Path]:
-    """Yield the code that every model goes through: configs, loading, attention, caches, ropes, generation."""
-    models = models_folder()
+@functools.cache
+def _shared_files(models: Path) -> tuple[Path, ...]:
+    """Return the code that every model goes through: configs, loading, attention, caches, ropes, generation."""
     library = models.parent
-    yield from (models / "auto" / name for name in AUTO if (models / "auto" / name).is_file())
-    for file in sorted(library.rglob("*.py")):
-        if not OTHER_WORK.match(file.relative_to(library).as_posix()):
-            yield file
+    found = [models / "auto" / name for name in AUTO if (models / "auto" / name).is_file()]
+    files = sorted(library.rglob("*.py"))
+    return (*found, *(file for file in files if not OTHER_WORK.match(file.relative_to(library).as_posix())))
 
 
 def _has_word(source: str, key: str) -> bool:
