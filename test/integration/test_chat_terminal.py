@@ -292,7 +292,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> No
         wait_until(lambda: all(i.load and i.load.bytes_moved for i in client.cluster().instances), 10.0, client.cluster)
         tty.send("/cluster\n")
         tty.wait("up to 16384 tokens; pages of 16 tokens; transport shm; 0 requests running")
-        tty.wait(r"P0 +up +127\.0\.0\.1 +(\d+) +0 +0 +0 +\d+/2000 +\d+ +[\d.]+ [KM]iB")
+        tty.wait(r"P0 +up +127\.0\.0\.1 +(\d+) +0 +\d+ +0 +\d+/2000 +\d+ +[\d.]+ [KM]iB")
         tty.send("/nonsense\n")
         tty.wait("there is no command /nonsense")
 

@@ -126,7 +126,7 @@ def computed_by_p(pair: LocalCluster) -> tuple[list[int], list[float]]:
         busy = pool.submit(keep_busy)
         try:
             for number in range(20):
-                prompt = [20 + number, *((7 * place) % 490 + 10 for place in range(269))]
+                prompt = [20 + number, *((7 * place) % 490 + 10 for place in range(600))]
                 wait_until(lambda: instance_loads(pair.url)["D0"]["running"] >= 6, 30.0, lambda: "no streams")
                 lines = lines_of(pair, prompt)
                 record = [one for one in ended(pair) if one["prompt_tokens"] == len(prompt)][-1]
