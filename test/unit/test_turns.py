@@ -268,3 +268,13 @@ def test_a_prompt_that_continues_ends_with_the_last_message(source: str) -> None
         with pytest.raises(InvalidRequest) as raised:
             prompt(source, user("A"), last, continues=True)
         assert raised.value.param == "messages[1]"
+
+
+def test_shapes_that_clients_make_large_are_not_kept() -> None:
+    made = stage(CHATML)
+    for number in range(10, 20):
+        made.prompt([user("A")], None, {"x": f"{number}" * 20_000})
+        made.prompt([user("A"), model("", call("f", {}, f"{number}" * 9000))], None, {})
+    assert made.num_kept == 0
+    made.prompt([user("A")], None, {})
+    assert made.num_kept == 1

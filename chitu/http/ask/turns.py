@@ -29,6 +29,8 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 """Renders messages, tools, whether the model's turn begins, and variables. InvalidRequest if the template refuses."""
 MAX_KEPT = 256
 """Verdicts on shapes of chats that are kept."""
+MAX_KEPT_CHARS = 1 << 14
+"""Longest shape that is kept: clients choose its ids and variables, so all that are kept have 4 MiB at most."""
 SYSTEM_TOOLS = "message['tools']"
 END = "zqend0x"
 """Word that marks the end of a turn that the model continues."""
@@ -54,6 +56,11 @@ class ChatTurns:
     def takes_several_calls(self) -> bool:
         """Whether an answer with several calls can be sent back: some templates (Llama 3's) accept only one a turn."""
         return self._chosen(self._has_tools).takes_several
+
+    @property
+    def num_kept(self) -> int:
+        """Shapes of chats whose verdict is kept."""
+        return self._missing.cache_info().currsize
 
     def prompt(
         self,
@@ -87,10 +94,11 @@ class ChatTurns:
         chosen = self._chosen(has_tools)
         shape = in_words(turns)
         key = msgspec.json.encode([shape.turns, shape.places, dict(variables)]).decode()
-        missing = self._missing(key, chosen.reform, has_tools)
+        find = self._missing if len(key) <= MAX_KEPT_CHARS else self._find_missing
+        missing = find(key, chosen.reform, has_tools)
         if missing is None:
             return chosen.reform(turns)
-        if self._missing(key, chosen.safe, has_tools) is None:
+        if find(key, chosen.safe, has_tools) is None:
             return chosen.safe(turns)
         if isinstance(missing, InvalidRequest):
             return chosen.reform(turns)  # the template says itself what it refuses
