@@ -28,6 +28,7 @@ from chitu.engine.sampler import Sampler
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import Code, model_hash, read_model_spec
 from chitu.models.layers import DecoderModel
+from chitu.ops.interface import Ops
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
 from chitu.tools.bench.report import DEFAULT_DIR, publish
@@ -74,53 +75,75 @@ def write_model(folder: Path) -> Any:
 
 
 class OwnEngine:
-    """chitu's model runner with its KV pool; every sequence owns the same pages in each run."""
+    """chitu's model runner with its KV pool; every sequence owns the same pages in each run.
 
-    def __init__(self, folder: Path, ops: str) -> None:
-        code: Code = "transformers" if ops == "transformers" else "own"
+    Prefill is chunked by the default limits of the scheduler. Without `ops`: those that an instance would choose.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ops: Ops | None = None,
+        code: Code = "own",
+        dtype: str = "float32",
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
         spec = read_model_spec(folder, code=code)
-        layout = KVLayout(model_hash(folder), PAGE_SIZE, "float32", spec.vocab_size, spec.groups)
-        self._pages_each = MAX_MODEL_LEN // PAGE_SIZE
+        layout = KVLayout(model_hash(folder), PAGE_SIZE, dtype, spec.vocab_size, spec.groups)
+        self._pages_each = max_model_len // PAGE_SIZE
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)
-        model = load_model(folder, "float32", ops=TorchOps() if ops == "torch" else None, code=code)
+        model = load_model(folder, dtype, ops=ops, code=code)
         self.ops_name = model.ops.name if isinstance(model, DecoderModel) else "modules of transformers"
         sampler = Sampler(NUM_SLOTS, spec.vocab_size, torch.device("cpu"), spec.eos_token_ids)
-        self._runner = ModelRunner(spec, model, pool, NUM_SLOTS, MAX_MODEL_LEN, sampler)
+        self._runner = ModelRunner(spec, model, pool, NUM_SLOTS, max_model_len, sampler)
         self._limits = SchedulerConfig()
+        self._slots: list[int] = []
         self._runner.warmup()
 
-    def run(self, prompts: torch.Tensor, steps: int) -> Timing:
-        """Run a prefill of `[B, L]`, then `steps` decode steps."""
-        params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
+    def begin(self, prompts: torch.Tensor) -> list[int]:
+        """Compute the prompts `[B, L]` and return the first token of each sequence."""
         batch, length = prompts.shape
-        slots = list(range(batch))
+        params = SamplingParams(max_tokens=self._pages_each * PAGE_SIZE - length, temperature=0.0, ignore_eos=True)
+        self._slots = list(range(batch))
         admit = [
             Admit(slot, pack_i32(row), length, 0, tuple(range(slot, NUM_SLOTS * self._pages_each, NUM_SLOTS)), params)
             for slot, row in enumerate(prompts.tolist())
         ]
+        size = self._limits.chunk_size
         chunks = [
-            PrefillChunk(
-                slot, start, min(self._limits.chunk_size, length - start), start + self._limits.chunk_size >= length
-            )
-            for slot in slots
-            for start in range(0, length, self._limits.chunk_size)
+            PrefillChunk(slot, start, min(size, length - start), start + size >= length)
+            for slot in self._slots
+            for start in range(0, length, size)
         ]
-        start_s = time.perf_counter()
         self._runner.execute(StepPlan(admit=admit))
-        tokens: list[list[int]] = [[] for _ in slots]
+        tokens = [0] * batch
         while chunks:
             plan: list[PrefillChunk] = []
             while chunks and sum(chunk.length for chunk in plan) + chunks[0].length <= self._limits.max_batched_tokens:
                 plan.append(chunks.pop(0))
             result = self._runner.execute(StepPlan(prefill=plan))
             for slot, token in zip(result.slots, result.tokens, strict=True):
-                tokens[slot].append(token)
+                tokens[slot] = token
+        return tokens
+
+    def step(self) -> list[int]:
+        """Decode one token of each sequence and return them."""
+        return list(self._runner.execute(StepPlan(decode=self._slots)).tokens)
+
+    def end(self) -> None:
+        """Release the sequences."""
+        self._runner.execute(StepPlan(release=self._slots))
+
+    def run(self, prompts: torch.Tensor, steps: int) -> Timing:
+        """Run a prefill of `[B, L]`, then `steps` decode steps."""
+        start_s = time.perf_counter()
+        tokens = [[token] for token in self.begin(prompts)]
         middle_s = time.perf_counter()
         for _ in range(steps):
-            for slot, token in enumerate(self._runner.execute(StepPlan(decode=slots)).tokens):
-                tokens[slot].append(token)
+            for sequence, token in zip(tokens, self.step(), strict=True):
+                sequence.append(token)
         end_s = time.perf_counter()
-        self._runner.execute(StepPlan(release=slots))
+        self.end()
         return Timing(middle_s - start_s, (end_s - middle_s) / max(1, steps), tokens)
 
 
@@ -187,7 +210,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name))
-        own = OwnEngine(Path(name), arguments.ops)
+        code: Code = "transformers" if arguments.ops == "transformers" else "own"
+        own = OwnEngine(Path(name), TorchOps() if arguments.ops == "torch" else None, code)
         rows = measure(own, model, arguments.rounds)
     columns = [
         "case",
