@@ -49,6 +49,7 @@ class _LaunchedStep:
     planned_s: float
     work: StepWork | None
     """What it has to do, if it is measured."""
+    num_decoding: int
     drafted: dict[int, int]
     """Tokens of drafts, by slot."""
 
@@ -261,7 +262,7 @@ class PDScheduler:
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         chunk_slots = [chunk.sequence.slot for chunk in chunks]
-        launched = _LaunchedStep(handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, drafted)
+        launched = _LaunchedStep(handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, len(step.decoding), drafted)
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):
@@ -300,6 +301,9 @@ class PDScheduler:
             return
         result = step.handle.result()
         sequences = self._drawn(step, result)
+        if step.num_decoding and self._core.drafts.is_on:
+            accepted = len(result.slots) - len(step.slots)
+            self._load.pace.note_drafts(step.num_decoding, sum(step.drafted.values()), accepted)
         before_s, self._read_s = self._read_s, self._clock.monotonic()
         if step.work is not None:
             self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s))

@@ -298,7 +298,7 @@ class Shapes:
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
     """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
-    batch 1 and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise ConfigError
+    batch 1 with a draft and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise ConfigError
     if logits are not finite, also those of a prompt of another token: no request could be served."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
@@ -309,7 +309,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
     is_finite = is_sound(_run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)])))
     if shapes.samples:
-        _run(executor, StepPlan(decode=[0]))
+        _run(executor, StepPlan(decode=[0], drafts=[Draft(0, (0,))] if info.most_drafts else []))
     _run(executor, StepPlan(release=[0]))
     if not is_finite:
         _require_finite(executor, shapes, 0)

@@ -38,3 +38,7 @@ class Drafting:
     """Emitted tokens that the source has taken."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By name of a source: tokens of its drafts that were computed, and those of them that were right."""
+
+    def report(self) -> tuple[tuple[str, int, int], ...]:
+        """Return the counts as `Finish` has them."""
+        return tuple((name, *counts) for name, counts in self.counts.items())

@@ -20,9 +20,11 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from chitu.instance.draft_source import Drafting, DraftSource, Proposal
+from chitu.instance.prediction_drafts import PredictionDrafts
 from chitu.instance.sequences import Sequence
 from chitu.instance.text_drafts import TextDrafts
 from chitu.protocol import StepRates
@@ -56,6 +58,31 @@ class _Chance:
         return self.right / self.tried
 
 
+class FirstOf:
+    """The guess of the first source that has one."""
+
+    def __init__(self, *sources: DraftSource) -> None:
+        self._sources = sources
+
+    def take(self, tokens: Tokens[int]) -> None:
+        for source in self._sources:
+            source.take(tokens)
+
+    def propose(self, most: int) -> Proposal:
+        for source in self._sources:
+            guess = source.propose(most)
+            if guess.tokens:
+                break
+        return guess
+
+
+def source_of(sequence: Sequence) -> DraftSource:
+    """Return what guesses for a request: from its prediction, if it has one, then from its text."""
+    if not sequence.prediction:
+        return TextDrafts()
+    return FirstOf(PredictionDrafts(sequence.prediction, sequence.client_prompt_len), TextDrafts())
+
+
 class Drafts:
     """`most`: most tokens of a draft; 0: there are none. `most_rows`: most rows of requests that decode, with their
     drafts. `source`: makes what guesses for a request."""
@@ -65,7 +92,7 @@ class Drafts:
         most: int,
         most_rows: int,
         vocab_size: int,
-        source: Callable[[Sequence], DraftSource] = lambda _sequence: TextDrafts(),
+        source: Callable[[Sequence], DraftSource] = source_of,
     ) -> None:
         self._most = most
         self._most_rows = most_rows
@@ -87,8 +114,8 @@ class Drafts:
         drafts behind `rates`."""
         self._planned = {}
         for sequence in decoding:
-            most = min(self._most_of(sequence), sequence.max_new_tokens - len(sequence.emitted) - 1)
-            if most > 0 and sequence.emitted:
+            most = min(self._most, sequence.max_new_tokens - len(sequence.emitted) - 1)
+            if most > 0 and sequence.emitted and sequence.head.options.is_drafted:
                 guess = self._guess(sequence, most)
                 if guess.tokens:
                     self._planned[sequence] = guess
@@ -97,9 +124,6 @@ class Drafts:
         self._num_choices += 1
         lengths = self._lengths(decoding, self._planned, rates if measured >= PRICED_STEPS else StepRates())
         return {sequence: list(self._planned[sequence].tokens[:length]) for sequence, length in lengths.items() if length}
-
-    def _most_of(self, sequence: Sequence) -> int:
-        return self._most
 
     def _guess(self, sequence: Sequence, most: int) -> Proposal:
         drafting = sequence.drafting

@@ -41,8 +41,7 @@ class StepWork(NamedTuple):
     """Rows that decode: one of each request, and those of its draft."""
     context_tokens: int
     """Tokens of KV that these rows read."""
-    num_drafted: int = 0
-    """Rows of drafts among them."""
+    has_drafts: bool = False
 
 
 class _Fit:
@@ -91,6 +90,7 @@ class StepPace:
         self.rates = StepRates()
         self.drafted_steps = 0
         """Steps with drafts that were measured."""
+        self._draft_rows, self._tokens_a_row = 0.0, 1.0
 
     def work_of(
         self,
@@ -108,11 +108,12 @@ class StepPace:
             self._skipped = 0
         tokens = sum([length for _, _, length in chunks])
         pairs = sum([length * start + length * (length + 1) // 2 for _, start, length in chunks])
-        num_drafted, context = 0, _context(decoding)
-        for sequence, draft in drafted.items():
-            num_drafted += len(draft)
-            context += len(draft) * sequence.kv_len
-        return StepWork(tokens, pairs, len(decoding) + num_drafted, context, num_drafted)
+        return StepWork(tokens, pairs, *_rows(decoding, drafted), bool(drafted))
+
+    def note_drafts(self, num_decoding: int, drafted: int, accepted: int) -> None:
+        """Take the drafts of a step in which so many requests decoded."""
+        self._draft_rows += (drafted / num_decoding - self._draft_rows) / MEMORY_STEPS
+        self._tokens_a_row += (1 + accepted / num_decoding - self._tokens_a_row) / MEMORY_STEPS
 
     def note(self, work: StepWork, seconds: float) -> None:
         """Take the time of a step."""
@@ -120,7 +121,7 @@ class StepPace:
             return
         if not work.prompt_tokens:
             self._decode.add((1, work.rows, work.context_tokens), seconds, seconds)
-            self.drafted_steps += work.num_drafted > 0
+            self.drafted_steps += work.has_drafts
         else:
             beside_s = self.rates.step_s(work.rows, work.context_tokens)
             features = (1, work.prompt_tokens, work.prompt_pairs)
@@ -133,17 +134,27 @@ class StepPace:
             self._chunk_tokens,
             self._decode.count,
             self._prompt.count,
+            self._draft_rows,
+            self._tokens_a_row,
         )
 
-    def most_prompt_tokens(self, decoding: Collection[Request], start: int) -> int:
+    def most_prompt_tokens(
+        self, decoding: Collection[Request], start: int, drafted: Mapping[Request, Sequence[int]] = NO_DRAFTS
+    ) -> int:
         """Return how many prompt tokens the next step may have, the first of them behind `start` others, so that it
-        takes `tpot_s` at most. Without streams beside it, or without `tpot_s`, only the
-        bound of all steps counts."""
+        takes `tpot_s` at most with these drafts. Without streams beside it, or without `tpot_s`, only the bound of all
+        steps counts."""
         if not decoding or self._tpot_s == math.inf:
             return self._max_tokens
-        most = self.rates.prompt_tokens_within(self._tpot_s, len(decoding), _context(decoding), start)
+        rows, context = _rows(decoding, drafted)
+        most = self.rates.prompt_tokens_within(self._tpot_s, rows, context, start)
         return int(min(most, GROWTH * self._largest, self._max_tokens))
 
 
-def _context(decoding: Collection[Request]) -> int:
-    return sum([sequence.kv_len for sequence in decoding])
+def _rows(decoding: Collection[Request], drafted: Mapping[Request, Sequence[int]]) -> tuple[int, int]:
+    """Return the rows of these requests and their drafts, and the tokens of KV that they read."""
+    rows, context = len(decoding), sum([sequence.kv_len for sequence in decoding])
+    for sequence, draft in drafted.items():
+        rows += len(draft)
+        context += len(draft) * sequence.kv_len
+    return rows, context

@@ -250,7 +250,7 @@ class DecodeRole(InstanceRole):
         computing = self._sequences.of(SequenceState.COMPUTING)
         if not computing:
             return Step(plan, first_tokens, [], decoding, 1, drafts)
-        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len)
+        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len, drafts)
         return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens, drafts)
 
     def after_launch(self, step: Step) -> list[Sequence]:

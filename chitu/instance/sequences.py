@@ -268,6 +268,8 @@ class Sequence:
     """Tokens whose KV is in the pages once the launched steps are done."""
     capacity_tokens: int = 0
     """Tokens for which the held pages have room."""
+    prediction: bytes = b""
+    """Tokens that its answer may have, int32 LE."""
     drafting: Drafting | None = None
     """What guesses its next tokens; None: nothing has guessed yet."""
     launched: int = 0

@@ -26,7 +26,7 @@ from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
+from chitu.config.devices import is_auto, on_visible_devices, max_draft_tokens, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, reached_hosts, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
@@ -252,6 +252,7 @@ def _settings(topology: Topology, instance: Instance) -> SchedulerSettings:
         router.request_timeout_s,
         overlaps_steps(topology.scheduler, instance.config),
         math.inf if router.slo.tpot_s is None else router.slo.tpot_s,
+        max_draft_tokens(topology.scheduler, instance.config),
     )
 
 
