@@ -262,7 +262,9 @@ class PDScheduler:
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         chunk_slots = [chunk.sequence.slot for chunk in chunks]
-        launched = _LaunchedStep(handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, len(step.decoding), drafted)
+        launched = _LaunchedStep(
+            handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, len(step.decoding), drafted
+        )
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):

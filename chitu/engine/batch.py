@@ -2,9 +2,10 @@
 `ModelRunner`, step thread only.
 
 Device tensors hold token ids and page tables. Lengths are host integers: every sampled row adds exactly one token, so
-the host needs no answer from the device, unless a sequence has a draft, whose rows are drawn as long as it is right. Small tensors reach the device without a wait (`upload`): a copy from pageable
-memory waits until all that was launched before it is done, so the next step could not be launched while one runs. A
-copy from pinned memory is one more operation in the queue; torch keeps such memory until the copy has run.
+the host needs no answer from the device, unless a sequence has a draft, whose rows are drawn as long as it is right.
+Small tensors reach the device without a wait (`upload`): a copy from pageable memory waits until all that was launched
+before it is done, so the next step could not be launched while one runs. A copy from pinned memory is one more
+operation in the queue; torch keeps such memory until the copy has run.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class SlotTable:
     def with_drafts(
         self, slots: Sequence[int], positions: Sequence[int], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], list[int]]:
-        """Return slots and positions of all rows of decoding slots: behind the newest token of each, those of its draft,
-        whose ids get their places behind it. `kv_len` stays behind the newest token until `settle`."""
+        """Return slots and positions of all rows of decoding slots: behind the newest token of each, those of its
+        draft, whose ids get their places behind it. `kv_len` stays behind the newest token until `settle`."""
         rows: list[int] = []
         places: list[int] = []
         ids: list[int] = []

@@ -1,5 +1,5 @@
-"""Draws of a step with drafts, wave by wave: first every slot, then those whose draw was the first token of their draft,
-and so on. So each draw finds the sampler as it is without drafts, and rows behind a wrong draft are never drawn.
+"""Draws of a step with drafts, wave by wave: first every slot, then those whose draw was the first token of their
+draft, and so on. So each draw finds the sampler as it is without drafts, and rows behind a wrong draft are never drawn.
 
 A draw depends on the logits, the seed and the position alone (ADR 39): an accepted draft is the token that would have
 been drawn anyway. Each wave is read, which is free on a CPU. Called by `ModelRunner`, step thread only.
@@ -62,7 +62,9 @@ class DraftWaves:
             failures.update(sampler.take_failures())
             for index, token in zip(wave, tokens.tolist(), strict=True):
                 drawn[index].append(token)
-            wave = [index for index in wave if slots[index] not in failures and _goes_on(slots[index], drawn[index], drafts)]
+            wave = [
+                index for index in wave if slots[index] not in failures and _goes_on(slots[index], drawn[index], drafts)
+            ]
             depth += 1
         for slot, each in zip(slots, drawn, strict=True):
             if len(each) > 1:

@@ -184,8 +184,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order. A slot with a
-    draft occurs once for each token that it drew, in a row. A token is negative if none can be drawn: a logit of its
+    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order. A slot with
+    a draft occurs once for each token that it drew, in a row. A token is negative if none can be drawn: a logit of its
     row is NaN or infinite."""
 
     slots: list[int]
@@ -298,8 +298,8 @@ class Shapes:
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
     """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
-    batch 1 with a draft and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise ConfigError
-    if logits are not finite, also those of a prompt of another token: no request could be served."""
+    batch 1 with a draft and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise
+    ConfigError if logits are not finite, also those of a prompt of another token: no request could be served."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:

@@ -248,7 +248,8 @@ class ModelRunner:
 
     def _num_rows(self, decoding: Sequence[int]) -> int:
         """Return how many rows these slots decode."""
-        return len(decoding) + sum(len(self._drafts.get(slot, ())) for slot in decoding) if self._drafts else len(decoding)
+        num_drafted = sum(len(self._drafts.get(slot, ())) for slot in decoding) if self._drafts else 0
+        return len(decoding) + num_drafted
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
         """Return what is computed together, in the order of the plan: everything; or if steps are recorded, chunks,

@@ -1,9 +1,9 @@
 """How many tokens of which drafts a step computes. Owned by `DecodeManager`, step thread only.
 
-A draft is more decode rows of its sequence (`engine/executor.py`), and an accepted token is the one that would have been
-drawn anyway: drafts change no token, only the number of steps. So the choice is one of price alone. Each further token
-of a draft raises the tokens that the step is expected to give and its time; it is computed if the first grows by a
-larger share than the second:
+A draft is more decode rows of its sequence (`engine/executor.py`), and an accepted token is the one that would have
+been drawn anyway: drafts change no token, only the number of steps. So the choice is one of price alone. Each further
+token of a draft raises the tokens that the step is expected to give and its time; it is computed if the first grows by
+a larger share than the second:
 
     gain / tokens > added seconds / seconds
 
@@ -123,7 +123,9 @@ class Drafts:
             return {}
         self._num_choices += 1
         lengths = self._lengths(decoding, self._planned, rates if measured >= PRICED_STEPS else StepRates())
-        return {sequence: list(self._planned[sequence].tokens[:length]) for sequence, length in lengths.items() if length}
+        return {
+            sequence: list(self._planned[sequence].tokens[:length]) for sequence, length in lengths.items() if length
+        }
 
     def _guess(self, sequence: Sequence, most: int) -> Proposal:
         drafting = sequence.drafting

@@ -103,7 +103,9 @@ class StepPace:
         if not chunks:
             self._skipped += 1
             is_new = drafted and self.drafted_steps < FEW
-            if not is_new and self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4) or not decoding:
+            if (
+                not is_new and self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4)
+            ) or not decoding:
                 return None
             self._skipped = 0
         tokens = sum([length for _, _, length in chunks])

@@ -393,7 +393,9 @@ class RequestArrivals:
         if isinstance(message, SampledRequest):
             sequence.output.group = message.token_group
             sequence.prediction = message.prediction
-            sequence.forks = [self._fork(sequence, message.sampling, fork, message.prediction) for fork in message.forks]
+            sequence.forks = [
+                self._fork(sequence, message.sampling, fork, message.prediction) for fork in message.forks
+            ]
         return sequence
 
     def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork, prediction: bytes) -> Sequence:

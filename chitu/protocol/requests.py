@@ -186,9 +186,9 @@ class SampledRequest(Wire, frozen=True):
     token_group: int = 1
     """Most tokens that may wait for each other, because nobody reads them one by one. The first token, the last ones
     and those before an error never wait."""
+    stamp: LinkStamp = LinkStamp()
     prediction: bytes = b""
     """Tokens that the answer may have, int32 LE: drafts are taken from there first."""
-    stamp: LinkStamp = LinkStamp()
 
 
 class DecodeRequest(SampledRequest, frozen=True, kw_only=True, tag="decode_request"):

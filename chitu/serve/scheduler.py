@@ -26,7 +26,7 @@ from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.devices import is_auto, on_visible_devices, max_draft_tokens, overlaps_steps
+from chitu.config.devices import is_auto, max_draft_tokens, on_visible_devices, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, reached_hosts, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK

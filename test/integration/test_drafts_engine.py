@@ -1,19 +1,15 @@
-"""The real engine with drafts under the scheduler: tokens, ends and logprobs are those without them, whatever the drafts
-guess and whatever the sampler is asked for, with recorded steps and without."""
+"""The real engine with drafts under the scheduler: tokens, ends and logprobs are those without them, whatever the
+drafts guess and whatever the sampler is asked for, with recorded steps and without."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
-import torch
-from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, make_prompt, write_checkpoint
+from engine_checkpoints import VOCAB_SIZE, make_prompt, write_checkpoint
 from support.drafts import Guesses
-from test_overlap_engine import DECODES, NUM_SLOTS, serve
+from test_overlap_engine import DECODES, serve
 
-from chitu.engine.sampler import Sampler
-from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.protocol import SamplingParams, unpack_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

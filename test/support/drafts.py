@@ -31,7 +31,9 @@ class Guesses:
     `answer`: the tokens behind the prompt; may be shorter than what is asked for, then the rest is random.
     """
 
-    def __init__(self, prompt_len: int, answer: Sequence[int], rate: float, rng: random.Random, vocab_size: int) -> None:
+    def __init__(
+        self, prompt_len: int, answer: Sequence[int], rate: float, rng: random.Random, vocab_size: int
+    ) -> None:
         self._answer = answer
         self._known = -prompt_len
         self._rate = rate

@@ -480,7 +480,9 @@ class FakeExecutor:
         end = state.kv_len + 1 + len(tokens)
         self._require_pages(slot, state, end)
         for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
-            _check(self._users[page] == [slot], f"slot {slot} drafts to page {page}, which slots {self._users[page]} use")
+            _check(
+                self._users[page] == [slot], f"slot {slot} drafts to page {page}, which slots {self._users[page]} use"
+            )
 
     def _sample(self, slot: int, state: _FakeSlot, checksum: int, result: StepResult) -> None:
         if state.sampling is None:

@@ -51,7 +51,5 @@ def test_tokens_ends_and_pages_of_a_pair_are_those_without_drafts(
 ) -> None:
     wire, source = Wire(), guessing(load, rate, rng)
     wire.prefill = Instance(pages[0], sender=PSide(wire), overlap=overlap)
-    wire.decode = Instance(
-        pages[1], receiver=DSide(wire), overlap=overlap, info=DRAFTING, draft_source=source
-    )
+    wire.decode = Instance(pages[1], receiver=DSide(wire), overlap=overlap, info=DRAFTING, draft_source=source)
     run_pd(wire, wire.prefill, wire.decode, load, stop_at, rng)

@@ -143,7 +143,7 @@ def run_pd(
     stop_at: list[int],
     rng: random.Random,
 ) -> None:
-    """The same of a pair, some of whose transfers fail, too."""
+    """Run the same on a pair, some of whose transfers fail, too."""
     cancelled: set[bytes] = set()
     pending = list(enumerate(load))
     for _ in range(4000):
