@@ -92,7 +92,7 @@ def serve(
         FakeClock(),
     )
     if draft_source is not None:
-        core.drafts = AllDrafts(draft_source, engine.runner.info)
+        core.drafts = AllDrafts(draft_source, NUM_SLOTS, VOCAB_SIZE)
     scheduler = PDScheduler(core, DecodeRole(core))
     for index, (prompt, sampling) in enumerate(requests):
         scheduler.submit(unified_request(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))

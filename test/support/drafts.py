@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from chitu.engine.executor import MAX_DRAFT, ExecutorInfo
+from chitu.engine.executor import MAX_DRAFT
 from chitu.instance.draft_source import DraftSource, Proposal
 from chitu.instance.drafts import Drafts
 from chitu.instance.sequences import Sequence as SequenceOfInstance
@@ -14,8 +14,14 @@ from chitu.instance.sequences import Sequence as SequenceOfInstance
 class AllDrafts(Drafts):
     """Computes every draft in full, whatever it promises."""
 
-    def __init__(self, source: Callable[[SequenceOfInstance], DraftSource], info: ExecutorInfo) -> None:
-        super().__init__(MAX_DRAFT, max(info.num_slots, MAX_DRAFT + 1) + MAX_DRAFT, info.vocab_size, source)
+    def __init__(
+        self,
+        source: Callable[[SequenceOfInstance], DraftSource],
+        most_rows: int,
+        vocab_size: int,
+        most: int = MAX_DRAFT,
+    ) -> None:
+        super().__init__(MAX_DRAFT, most_rows + MAX_DRAFT, vocab_size, source)
 
     def _lengths(self, decoding, guesses, rates):  # type: ignore[no-untyped-def]
         free, lengths = self._most_rows - len(decoding), {}

@@ -187,7 +187,7 @@ class Instance:
             self.tracer,
         )
         if draft_source is not None:
-            core.drafts = AllDrafts(draft_source, info)
+            core.drafts = AllDrafts(draft_source, info.num_slots, info.vocab_size)
         if sender is not None:
             self.role = PrefillRole(core, sender)
         else:
