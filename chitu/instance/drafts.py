@@ -24,6 +24,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from chitu.instance.draft_source import Drafting, DraftSource, Proposal
+from chitu.instance.grammar_drafts import GrammarDrafts
 from chitu.instance.prediction_drafts import PredictionDrafts
 from chitu.instance.sequences import Sequence
 from chitu.instance.text_drafts import TextDrafts
@@ -77,10 +78,14 @@ class FirstOf:
 
 
 def source_of(sequence: Sequence) -> DraftSource:
-    """Return what guesses for a request: from its prediction, if it has one, then from its text."""
-    if not sequence.prediction:
-        return TextDrafts()
-    return FirstOf(PredictionDrafts(sequence.prediction, sequence.client_prompt_len), TextDrafts())
+    """Return what guesses for a request: from its prediction, if it has one, then from its text, and by its grammar."""
+    source: DraftSource = TextDrafts()
+    if sequence.prediction:
+        source = FirstOf(PredictionDrafts(sequence.prediction, sequence.client_prompt_len), source)
+    grammar = sequence.output.grammar
+    if grammar is not None:
+        source = GrammarDrafts(grammar.matcher(), source, sequence.client_prompt_len)
+    return source
 
 
 class Drafts:
