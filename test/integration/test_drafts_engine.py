@@ -28,16 +28,30 @@ PARAMS = [
 PROMPTS = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3")
-    write_checkpoint(folder, "qwen3", num_layers=2)
-    return folder
+ALL = list(zip(PROMPTS, PARAMS, strict=True))
+FORMS = {
+    "qwen3": {"ops": None},
+    "qwen3, fp8 pages": {"ops": None, "kv_dtype": "fp8_e4m3"},
+    "qwen3_moe": {"ops": None},
+    "deepseek_v3": {"ops": None},
+    "glm_moe_dsa": {},
+    "llama3": {"code": "transformers"},
+    "mistral": {"code": "transformers"},
+}
+"""Family of the checkpoint, then how it is computed: by C kernels, torch, or the modules of transformers."""
 
 
 @pytest.fixture(scope="module")
-def without(folder):
-    return serve(folder, list(zip(PROMPTS, PARAMS, strict=True)), overlap=False, recording=None)
+def checkpoints(tmp_path_factory):
+    made = {}
+
+    def folder_of(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            write_checkpoint(made[family], family, num_layers=2)
+        return made[family]
+
+    return folder_of
 
 
 def guessing(tokens: dict[int, list[int]], rate: float):
@@ -45,22 +59,39 @@ def guessing(tokens: dict[int, list[int]], rate: float):
     return lambda sequence: Guesses(sequence.prompt_len, tokens[sequence.room[-1]], rate, rng, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
-def test_tokens_ends_and_logprobs_are_those_without_drafts(folder, without, recording, overlap, rate):
-    requests = list(zip(PROMPTS, PARAMS, strict=True))
-    drafted = serve(folder, requests, overlap, recording, draft_source=guessing(without.tokens, rate))
-    last = len(requests) - 1  # it is cancelled
+def require_same(drafted, without, close: float = CLOSE) -> None:
+    """Check tokens, ends and logprobs of all requests but the last, which is cancelled."""
+    last = len(ALL) - 1
     assert drafted.reasons == without.reasons
-    assert {r: t for r, t in drafted.tokens.items() if r != last} == {
-        r: t for r, t in without.tokens.items() if r != last
-    }
+    tokens = [{room: each.tokens[room] for room in each.tokens if room != last} for each in (drafted, without)]
+    assert tokens[0] == tokens[1]
     for room, lines in without.logprobs.items():
         for found, expected in zip(drafted.logprobs[room], lines, strict=True):
             found, expected = unpack_logprobs(found), unpack_logprobs(expected)
-            assert abs(found.logprob - expected.logprob) < CLOSE
+            assert abs(found.logprob - expected.logprob) <= close
             for (token, logprob), (other, other_logprob) in zip(found.top, expected.top, strict=True):
-                assert token == other and abs(logprob - other_logprob) < CLOSE
+                assert token == other and abs(logprob - other_logprob) <= close
+
+
+@pytest.fixture(scope="module")
+def without(checkpoints):
+    return serve(checkpoints("qwen3"), ALL, overlap=False, recording=None)
+
+
+@pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
+def test_tokens_ends_and_logprobs_are_those_without_drafts(checkpoints, without, recording, overlap, rate):
+    source = guessing(without.tokens, rate)
+    drafted = serve(checkpoints("qwen3"), ALL, overlap, recording, draft_source=source)
+    require_same(drafted, without)
     if rate == 1.0:
         assert drafted.steps < without.steps / 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_kind_of_attention_takes_drafts(checkpoints, form):
+    folder, options = checkpoints(form.split(",")[0]), FORMS[form]
+    without = serve(folder, ALL, overlap=False, recording=None, **options)
+    drafted = serve(folder, ALL, False, None, draft_source=guessing(without.tokens, 0.8), **options)
+    require_same(drafted, without, close=0.0 if options == FORMS["qwen3"] else CLOSE)

@@ -67,12 +67,13 @@ def serve(
     sampler=None,
     grammars: GrammarStore | None = None,
     draft_source=None,
+    **options,
 ):
     """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
     engine = Engine(
         folder,
-        ops=TorchOps(),
+        **{"ops": TorchOps(), **options},
         num_pages=NUM_PAGES,
         num_slots=NUM_SLOTS,
         max_model_len=128,
