@@ -192,6 +192,11 @@ def _build(
 ) -> PDSchedulerService:
     """Load the model and build everything that accesses its memory. From here on the pool never moves."""
     rank = factories.build_rank(topology, instance, MAIN_RANK, progress)
+    if topology.scheduler.speculation == "text" and not rank.runner.info.most_drafts:
+        raise ConfigError(
+            "scheduler.speculation: text, but this model has recurrent state (or cache.window_state is set), and a "
+            "state cannot go back to before a draft; set auto or off"
+        )
     waker, pool = Waker(), rank.pool
     cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
     fan_out = _fan_out(topology, instance) if rank.group is not None else None
