@@ -11,6 +11,7 @@ owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures b
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +49,9 @@ class _LaunchedStep:
     planned_s: float
     work: StepWork | None
     """What it has to do, if it is measured."""
+    num_decoding: int
+    drafted: dict[int, int]
+    """Tokens of drafts, by slot."""
 
 
 class PDScheduler:
@@ -168,6 +172,8 @@ class PDScheduler:
         if self._faults.must_check:
             self._sync_step()
             self._faults.check_device()
+        if self._pending is not None and self._pending.drafted:
+            self._sync_step()  # the next step begins where its drafts end
         step = self._schedule()
         if step.has_work:
             self._launched = self._launch(step)
@@ -251,11 +257,14 @@ class PDScheduler:
         except Exception as error:
             self._sync_step()  # the step before was launched without an error
             step, handle = self._faults.repeat(step, error)
-        chunks, work = step.chunks, self._load.pace.work_of(step.chunks, step.decoding)
+        chunks, work = step.chunks, self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
+        drafted = {sequence.slot: len(tokens) for sequence, tokens in step.drafts.items()}
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         chunk_slots = [chunk.sequence.slot for chunk in chunks]
-        launched = _LaunchedStep(handle, chunks, chunk_slots, slots, sequences, self._planned_s, work)
+        launched = _LaunchedStep(
+            handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, len(step.decoding), drafted
+        )
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):
@@ -293,8 +302,10 @@ class PDScheduler:
         if step is None:
             return
         result = step.handle.result()
-        if result.slots != step.slots:
-            raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")
+        sequences = self._drawn(step, result)
+        if step.num_decoding and self._core.drafts.is_on:
+            accepted = len(result.slots) - len(step.slots)
+            self._load.pace.note_drafts(step.num_decoding, sum(step.drafted.values()), accepted)
         before_s, self._read_s = self._read_s, self._clock.monotonic()
         if step.work is not None:
             self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s))
@@ -306,13 +317,31 @@ class PDScheduler:
             self._faults.note_sound()
         self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
-        for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
+        for place, (sequence, token) in enumerate(zip(sequences, result.tokens, strict=True)):
             if sequence.state not in OPEN_STATES:
-                continue  # a surplus row: the request ended after the launch
-            if failures and step.slots[place] in failures:
-                self._ends.fail(sequence, InvalidRequest(failures[step.slots[place]]))
+                continue  # a surplus row or token: the request ended after the launch, or with the token before
+            if failures and (reason := failures.get(result.slots[place])) and sequence not in sequences[place + 1 :]:
+                self._ends.fail(sequence, InvalidRequest(reason))
             else:
                 self._emit(sequence, token, logprobs.get(place) if logprobs else None)
+
+    def _drawn(self, step: _LaunchedStep, result: StepResult) -> list[Sequence]:
+        """Return the sequences of a step's tokens, and account for those that it drew of drafts."""
+        if not step.drafted and result.slots == step.slots:
+            return step.sequences
+        counts = Counter(result.slots)
+        if [slot for slot in step.slots for _ in range(counts[slot])] != result.slots or any(
+            not 0 <= counts[slot] - 1 <= step.drafted.get(slot, 0) for slot in step.slots
+        ):
+            raise Internal(
+                f"a step sampled slots {result.slots}, its plan says {step.slots} with drafts of {step.drafted}"
+            )
+        sequences = []
+        for slot, sequence in zip(step.slots, step.sequences, strict=True):
+            if slot in step.drafted:
+                self._role.note_draft(sequence, step.drafted[slot], counts[slot] - 1)
+            sequences += [sequence] * counts[slot]
+        return sequences
 
     def _end_unsound(self, step: _LaunchedStep, result: StepResult) -> None:
         """End the sequences whose numbers are not finite, before anything of the step is cached."""

@@ -75,6 +75,13 @@ def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool
     return scheduler.overlap == "on" or is_gpu(instance.devices[0])
 
 
+def max_draft_tokens(scheduler: SchedulerConfig, instance: InstanceConfig) -> int:
+    """Return the maximum tokens of a draft on this instance; 0: it drafts nothing."""
+    if scheduler.speculation == "off" or (scheduler.speculation == "auto" and is_gpu(instance.devices[0])):
+        return 0
+    return scheduler.max_draft_tokens
+
+
 def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
     """Return the topology with `max_batched_tokens` and `chunk_size` for GPUs, except those that are `given`."""
     router = topology.dp_config.router

@@ -2,14 +2,15 @@
 `ModelRunner`, step thread only.
 
 Device tensors hold token ids and page tables. Lengths are host integers: every sampled row adds exactly one token, so
-the host needs no answer from the device. Small tensors reach the device without a wait (`upload`): a copy from pageable
-memory waits until all that was launched before it is done, so the next step could not be launched while one runs. A
-copy from pinned memory is one more operation in the queue; torch keeps such memory until the copy has run.
+the host needs no answer from the device, unless a sequence has a draft, whose rows are drawn as long as it is right.
+Small tensors reach the device without a wait (`upload`): a copy from pageable memory waits until all that was launched
+before it is done, so the next step could not be launched while one runs. A copy from pinned memory is one more
+operation in the queue; torch keeps such memory until the copy has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from chitu.ops.interface import AdapterRows, Batch, Span, tiles_of
 from chitu.protocol import unpack_i32
 
 Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 def upload(values: Values, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -217,11 +219,44 @@ class SlotTable:
             self._advance(slot, sequence, sequence.kv_len + 1)
         return positions
 
-    def build(self, prefill: Sequence[PrefillChunk], decode: Sequence[int]) -> tuple[Batch, torch.Tensor]:
+    def with_drafts(
+        self, slots: Sequence[int], positions: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Return slots and positions of all rows of decoding slots: behind the newest token of each, those of its
+        draft, whose ids get their places behind it. `kv_len` stays behind the newest token until `settle`."""
+        rows: list[int] = []
+        places: list[int] = []
+        ids: list[int] = []
+        for slot, position in zip(slots, positions, strict=True):
+            tokens = drafts.get(slot, ())
+            end = position + 1 + len(tokens)
+            if end > self.max_model_len or end > self[slot].num_pages * self.page_size:
+                raise Internal(f"slot {slot}: a draft up to {end} tokens does not fit")
+            rows += [slot] * (1 + len(tokens))
+            places += range(position, end)
+            ids += (-1, *tokens)
+        drafted = [row for row, token in enumerate(ids) if token >= 0]
+        where = [[rows[row] for row in drafted], [places[row] for row in drafted], [ids[row] for row in drafted]]
+        on_device = upload(where, self.device)
+        self.token_ids[on_device[0], on_device[1]] = on_device[2]
+        return rows, places
+
+    def settle(self, slot: int, num_accepted: int) -> None:
+        """Count the KV of the draft's first tokens, which were drawn: now that of all tokens but the newest counts."""
+        sequence = self[slot]
+        sequence.kv_len += num_accepted
+        if sequence.kv_len != sequence.num_tokens - 1:
+            raise Internal(f"slot {slot}: KV of {sequence.kv_len} tokens after a draft, of {sequence.num_tokens}")
+
+    def build(
+        self, prefill: Sequence[PrefillChunk], decode: Sequence[int], drafts: Mapping[int, Sequence[int]] = NO_DRAFTS
+    ) -> tuple[Batch, torch.Tensor]:
         """Return the rows of a forward and their token ids `[T]`. Advances `kv_len` of every sequence in it."""
         spans = self.advance_prefill(prefill)
         decode_row = sum(span.length for span in spans)
         positions = self.advance_decode(decode)
+        if drafts:
+            decode, positions = self.with_drafts(decode, positions, drafts)
         decode_states: tuple[int, ...] = ()
         if self._num_state_slots:
             decode_states = tuple(self[slot].state_slot for slot in decode)

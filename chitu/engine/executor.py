@@ -30,6 +30,8 @@ from chitu.types import Ready
 MAX_UNREAD_STEPS = 2
 """Steps launched and not read, at most: one runs, one waits behind it."""
 WARMUP_PROMPT_TOKENS = 256
+MAX_DRAFT = 15
+"""Most tokens of one draft."""
 MAX_PROMPTS_TOKENS = 1 << 17
 """Limit on the tokens of all `Shapes.prompts`: seconds of a large model. The first request of a skipped length pays."""
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -151,6 +153,14 @@ class FirstToken(PlanPart, frozen=True):
     aux_slot: int
 
 
+class Draft(PlanPart, frozen=True):
+    """Tokens that may follow the newest one of a slot in `decode`, at most `MAX_DRAFT`. The step computes a row for
+    each, too, and draws behind every row whose tokens were all drawn so: 1 to `len(tokens) + 1` tokens."""
+
+    slot: int
+    tokens: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One step. The executor processes the fields in this order."""
 
@@ -169,21 +179,24 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     prefill: list[PrefillChunk] = []
     decode: list[int] = []
     """Slots that decode: each feeds its newest token at position kv_len and samples the next one."""
+    drafts: list[Draft] = []
+    """Of some slots in `decode`, in its order. Such a step is read before the next one is launched."""
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order. A token is
-    negative if none can be drawn: a logit of its row is NaN or infinite."""
+    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order. A slot with
+    a draft occurs once for each token that it drew, in a row. A token is negative if none can be drawn: a logit of its
+    row is NaN or infinite."""
 
     slots: list[int]
     tokens: list[int]
     logprobs: dict[int, bytes] = {}
-    """Logprobs by index in `tokens`, ascending, if `SamplingParams` ask for them (`protocol/logprobs.py`)."""
+    """Logprobs by index in `tokens`, if `SamplingParams` ask for them (`protocol/logprobs.py`)."""
     prompt_logprobs: dict[int, bytes] = {}
     """Logprobs by slot, for chunks that ask: lines of equal length as in `logprobs`, in order of position. Or pooled
     states: a vector `[D]`, float32 LE."""
     failures: dict[int, str] = {}
-    """Reasons, by slot, why no token can follow the request's grammar. Its token in `tokens` is then invalid."""
+    """Reasons, by slot, why no token can follow the request's grammar. Its last token in `tokens` is then invalid."""
     unsound: list[int] = []
     """Slots of prefill chunks that sample nothing and end in numbers that are not finite: neither is their KV."""
 
@@ -237,6 +250,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     adapters: tuple[tuple[str, str], ...] = ()
     """Name and hash of each LoRA adapter. Its number in `Admit` is its place, from 1."""
+    most_drafts: int = 0
+    """Most tokens of a draft; 0: it takes none, as a recurrent state cannot go back."""
 
 
 class Executor(Protocol):
@@ -283,8 +298,8 @@ class Shapes:
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
     """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
-    batch 1 and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise ConfigError
-    if logits are not finite, also those of a prompt of another token: no request could be served."""
+    batch 1 with a draft and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise
+    ConfigError if logits are not finite, also those of a prompt of another token: no request could be served."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:
@@ -294,7 +309,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
     is_finite = is_sound(_run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)])))
     if shapes.samples:
-        _run(executor, StepPlan(decode=[0]))
+        _run(executor, StepPlan(decode=[0], drafts=[Draft(0, (0,))] if info.most_drafts else []))
     _run(executor, StepPlan(release=[0]))
     if not is_finite:
         _require_finite(executor, shapes, 0)

@@ -7,13 +7,16 @@ plan offloads: the host knows lengths and everything else it needs without askin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
 from chitu.engine.batch import SlotTable, upload, upload_tensor
+from chitu.engine.draft_waves import DraftWaves, Drawn
 from chitu.engine.executor import (
+    MAX_DRAFT,
     Admit,
     CopyPage,
     CopyState,
@@ -98,16 +101,21 @@ class ModelRunner:
         self._warmup_prompts = warmup_prompts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
+        self._drafts: dict[int, tuple[int, ...]] = {}
+        """Drafts of the step that is being launched, by slot."""
+        self._failures: dict[int, str] = {}
+        """Reasons, by slot, why its draws have no token."""
         self._kept: dict[int, StateStamp] = {}
         """Stamps of the state rows that plans have kept, as on the device once what is launched is done."""
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
+        self._waves = DraftWaves(self._slots, self._logprobs)
         self._prompt_lines: dict[int, torch.Tensor] = {}
         """Logprobs, by slot, of the prompt chunks of the step that is being launched."""
         self._lines: list[Lines] = []
         """Logprobs of the sampled tokens of the step that is being launched."""
         self._checks: list[Checks] = []
         """Whether the rows of its chunks that sample nothing are finite."""
-        self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
+        self._tokens = StepTokens((2 + MAX_DRAFT) * num_slots, self._mark if self._device.type == "cuda" else None)
         self.info = ExecutorInfo(
             num_slots,
             max_model_len,
@@ -115,6 +123,7 @@ class ModelRunner:
             spec.num_layers,
             spec.eos_token_ids,
             pool.layout.adapters,
+            most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
         )
 
     @property
@@ -147,8 +156,9 @@ class ModelRunner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
-            failures = {} if self._sampler is None else self._sampler.take_failures()
-            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, failures, self._checks)
+            if self._sampler is not None:
+                self._failures.update(self._sampler.take_failures())
+            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, self._failures, self._checks)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and return its result."""
@@ -177,6 +187,9 @@ class ModelRunner:
         """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
         if slots:
             self._slots.append_tokens(slots, upload(tokens, self._device).clamp_(min=0))
+            for slot, count in Counter(slots).items():
+                if count > 1:
+                    self._slots.settle(slot, count - 1)
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
@@ -188,7 +201,9 @@ class ModelRunner:
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
-        self._lines, self._prompt_lines, self._checks = [], {}, []
+        self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
+        self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
+        self._require_possible(plan)
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -212,17 +227,29 @@ class ModelRunner:
         if plan.first_tokens:
             first_slots = [first.slot for first in plan.first_tokens]
             logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
-            tokens.append(self._sample(logits, first_slots, 0))
+            tokens.append(self._sample(logits, first_slots, 0).tokens_N)
             slots.extend(first_slots)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
-            sampled = self._forward(chunks, decoding, sampled_slots, len(slots), on_layer)
-            if sampled is not None:
-                tokens.append(sampled)
-                slots.extend(sampled_slots)
+            drawn = self._forward(chunks, decoding, sampled_slots, len(slots), on_layer)
+            if drawn is not None:
+                tokens.append(drawn.tokens_N)
+                slots.extend(drawn.slots)
         if not tokens:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
+
+    def _require_possible(self, plan: StepPlan) -> None:
+        """Raise Internal for drafts that this model cannot take."""
+        for draft in plan.drafts:
+            known = draft.slot in plan.decode and 0 < len(draft.tokens) <= self.info.most_drafts
+            if not known or not 0 <= min(draft.tokens) <= max(draft.tokens) < self._spec.vocab_size:
+                raise Internal(f"a draft of {len(draft.tokens)} tokens for slot {draft.slot} is impossible: {draft}")
+
+    def _num_rows(self, decoding: Sequence[int]) -> int:
+        """Return how many rows these slots decode."""
+        num_drafted = sum(len(self._drafts.get(slot, ())) for slot in decoding) if self._drafts else 0
+        return len(decoding) + num_drafted
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
         """Return what is computed together, in the order of the plan: everything; or if steps are recorded, chunks,
@@ -243,12 +270,12 @@ class ModelRunner:
         sampled_slots: list[int],
         first_place: int,
         on_layer: LayerCallback | None,
-    ) -> torch.Tensor | None:
+    ) -> Drawn | None:
         """Compute a forward, with logits only of rows that need them. Return the sampled tokens, or None.
 
         `first_place`: index of the first of them among the step's tokens.
         """
-        if self._graphs is not None and decoding and not self._slots.has_adapter(decoding):
+        if self._graphs is not None and decoding and self._is_recorded(self._graphs, decoding):
             return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -258,7 +285,7 @@ class ModelRunner:
                 self._note_pooled(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
         wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
         self._check_ends(chunks, ends, hidden_TD)
-        rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
+        rows = [row for _, row in wanted] + list(range(decode_row, decode_row + self._num_rows(decoding)))
         if not rows:
             return None
         if len(rows) < hidden_TD.shape[0]:
@@ -277,7 +304,13 @@ class ModelRunner:
         picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
         if len(picked) < len(rows):
             logits_RV = logits_RV[upload(picked, self._device)]
+        if self._drafts:
+            return self._sample_drafts(logits_RV, sampled_slots, first_place)
         return self._sample(logits_RV, sampled_slots, first_place)
+
+    def _is_recorded(self, graphs: StepGraphs, decoding: list[int]) -> bool:
+        """Return whether a recording has room for the rows of these slots."""
+        return not self._slots.has_adapter(decoding) and self._num_rows(decoding) <= graphs.most_decode_rows
 
     def _check_ends(self, chunks: list[PrefillChunk], ends: list[int], hidden_TD: torch.Tensor) -> None:
         """Check the last row of chunks without logits: NaN in K or V of a row, or infinity in V, is so in all later
@@ -298,7 +331,7 @@ class ModelRunner:
             if on_layer is not None:  # a recording shows no single layers: they are one write, not many
                 on_layer(self._spec.num_layers - 1, self._event(), 0)
             return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
-        batch, token_ids_T = self._slots.build(chunks, decoding)
+        batch, token_ids_T = self._slots.build(chunks, decoding, self._drafts)
         callback = self._with_event(on_layer) if chunks else None
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
         if self._pool.num_state_slots and batch.spans:
@@ -316,20 +349,30 @@ class ModelRunner:
         rows_XB = upload_tensor(rows_XB.view(len(stamps), -1), self._device)
         self._pool.state_rows[upload([row for row, _ in stamps], self._device), : rows_XB.shape[1]] = rows_XB
 
-    def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> torch.Tensor:
+    def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> Drawn:
         positions = self._slots.advance_decode(slots)
+        if any(slot in self._drafts for slot in slots):
+            logits_BV, _ = graphs.decode(*self._slots.with_drafts(slots, positions, self._drafts))
+            return self._sample_drafts(logits_BV, slots, first_place)
         logits_BV, greedy_B = graphs.decode(slots, positions)
         if not self._sampler_of(slots).is_greedy(slots):
             return self._sample(logits_BV, slots, first_place)
         self._slots.count_tokens(slots)
         self._note_logprobs(logits_BV, slots, greedy_B, first_place)
-        return greedy_B
+        return Drawn(slots, greedy_B)
 
-    def _sample(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> torch.Tensor:
+    def _sample(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> Drawn:
         tokens = self._sampler_of(slots).sample(logits_RV, slots)
         self._slots.append_tokens(slots, tokens.clamp(min=0))  # the next step may read it before the host has
         self._note_logprobs(logits_RV, slots, tokens, first_place)
-        return tokens
+        return Drawn(slots, tokens)
+
+    def _sample_drafts(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> Drawn:
+        sampler = self._sampler_of(slots)
+        drawn, lines, failures = self._waves.draw(sampler, logits_RV, slots, self._drafts, first_place)
+        self._lines += lines
+        self._failures.update(failures)
+        return drawn
 
     def _note_prompt_logprobs(self, chunk: PrefillChunk, hidden_TD: torch.Tensor) -> None:
         """Note the chunk's prompt logprobs, from logits of at most `ROWS_AT_ONCE` rows at a time. With tensor

@@ -134,9 +134,15 @@ class StepGraphs:
 
     # --------------------------------------------------------------------------------------------------------- decode
 
+    @property
+    def most_decode_rows(self) -> int:
+        """Rows of the largest recording of decodes."""
+        return self._decode_sizes[-1]
+
     def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed each slot's token at `positions`. Return logits float32 `[B, V]` and greedy tokens int64 `[B]`, already
-        appended to their sequences; NO_TOKEN where none can be drawn. The next call overwrites both."""
+        """Feed each slot's token at `positions`; a slot may have several. Return logits float32 `[B, V]` and greedy
+        tokens int64 `[B]`, already appended to their sequences; NO_TOKEN where none can be drawn. The next call
+        overwrites both."""
         size = next(size for size in self._decode_sizes if size >= len(slots))
         recording = self._decodes.get(size)
         if recording is None:

@@ -108,6 +108,15 @@ class Matcher:
             raise InvalidRequest(f"the grammar of this request cannot be followed any further: {self._error}")
         return bits
 
+    def forced(self) -> list[int]:
+        """Return tokens of the only text that may come next, as the tokenizer spells it; none if there is a choice, or
+        if the grammar cannot be followed."""
+        return [] if self._error else list(self._matcher.compute_ff_tokens())
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other."""
+        return self._matcher.validate_tokens(list(tokens)) if tokens and not self._error else 0
+
     def _bits(self) -> npt.NDArray[np.uint32]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
         if self._vocab_size % 32:

@@ -15,10 +15,11 @@ import numpy as np
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import Executor
+from chitu.engine.executor import MAX_DRAFT, Executor
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
+from chitu.instance.drafts import Drafts
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
@@ -70,6 +71,8 @@ class SchedulerSettings:
     tpot_s: float = math.inf
     """Longest step with prompt tokens beside requests that decode (`router.slo.tpot_s`); infinite: there is no bound,
     and D computes no prompts."""
+    max_draft_tokens: int = 0
+    """Most tokens of a draft; 0: there are none."""
 
     @property
     def computes(self) -> bool:
@@ -91,10 +94,14 @@ class InstanceCore:
     trace: SchedulerTrace = field(init=False)
     sequences: Sequences = field(init=False)
     weights: WeightsKeeper = field(init=False)
+    drafts: Drafts = field(init=False)
+    """The drafts of a role that decodes; tests replace them."""
 
     def __post_init__(self) -> None:
         self.trace = SchedulerTrace(self.tracer, self.engine.cache)
-        engine = self.engine
-        resources = Resources(engine.cache, engine.executor.info.num_slots, engine.aux, engine.states)
+        engine, info = self.engine, self.engine.executor.info
+        most = min(self.settings.max_draft_tokens, info.most_drafts)
+        self.drafts = Drafts(most, max(info.num_slots, MAX_DRAFT + 1), info.vocab_size)
+        resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states)
         self.sequences = Sequences(resources, self.trace.end)
         self.weights = WeightsKeeper(engine.weights, self.clock)

@@ -13,6 +13,11 @@ A plan may be made before the tokens of the newest launched step are read. So it
 (`Sequence.kv_len`, `.launched`), not on what was emitted. A sequence with one more token in flight takes its next step
 anyway, unless that token is its last by length. If it turns out to have ended (EOS, a stop id, a cancellation), its
 surplus row writes to a page that it still holds, and the token of that row is dropped.
+
+A step with drafts is read before the next one is planned, and so is the step before it: a draft follows the newest
+token. Its rows take pages that are free, never one that has to be taken from the cache or from a request. What is
+behind the last accepted token stays in the sequence's own pages until its next tokens overwrite it, and nothing counts
+it: what is cached, saved, summed or sent ends at `kv_len`.
 """
 
 from __future__ import annotations
@@ -23,7 +28,17 @@ from dataclasses import replace
 from operator import attrgetter
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.engine.executor import Admit, AppendPages, CopyPage, CopyState, FirstToken, Offload, Restore, StepPlan
+from chitu.engine.executor import (
+    Admit,
+    AppendPages,
+    CopyPage,
+    CopyState,
+    Draft,
+    FirstToken,
+    Offload,
+    Restore,
+    StepPlan,
+)
 from chitu.instance.core import InstanceCore
 from chitu.instance.load import LoadMeter
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
@@ -125,6 +140,7 @@ class DecodeManager:
         self._slots = self._resources.slots
         self._offload_keys = itertools.count()
         self._has_adapters = bool(core.engine.executor.info.adapters)
+        self._drafts = core.drafts
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -146,6 +162,46 @@ class DecodeManager:
             decoding.sort(key=attrgetter("adapter"))
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
+
+    def would_draft(self) -> bool:
+        """Return whether the next step would have drafts, by the tokens that are read."""
+        if not self._drafts.is_on:
+            return False
+        running = self._sequences.queue(SequenceState.RUNNING)
+        return bool(self._drafts.choose(running, self._load.pace.rates, self._load.pace.drafted_steps))
+
+    def draft(self, plan: StepPlan, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Add drafts to the plan, and return them. Does nothing while a step is unread."""
+        if not self._drafts.is_on or self._resources.num_unread:
+            return {}
+        pace = self._load.pace
+        drafts = self._drafts.choose(decoding, pace.rates, pace.drafted_steps)
+        for sequence, tokens in list(drafts.items()):
+            del tokens[self._grow_for_draft(sequence, len(tokens), plan, len(decoding)) :]
+            if tokens:
+                plan.drafts.append(Draft(sequence.slot, tuple(tokens)))
+            else:
+                del drafts[sequence]
+        return drafts
+
+    def _grow_for_draft(self, sequence: Sequence, num_tokens: int, plan: StepPlan, num_decoding: int) -> int:
+        """Reserve pages for a draft, as far as they are free and no request may need them for its next token. Return
+        for how many tokens there is room."""
+        wanted, page_size = sequence.kv_len + 1 + num_tokens, self._cache.page_size
+        missing = self._cache.pages_for(wanted) - sequence.capacity_tokens // page_size
+        spare = self._cache.allocator.num_free - num_decoding
+        if missing > 0 and spare > 0:
+            end = min(wanted, sequence.capacity_tokens + spare * page_size)
+            pages = self._cache.reserve(sequence.room, end)
+            sequence.capacity_tokens += len(pages) * page_size
+            plan.append.append(AppendPages(sequence.slot, tuple(pages)))
+        return min(num_tokens, sequence.capacity_tokens - sequence.kv_len - 1)
+
+    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Account for a draft of a step that is read."""
+        sequence.kv_len += accepted
+        sequence.launched += accepted
+        self._drafts.note(sequence, drafted, accepted)
 
     def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int, int], bool]:
         """Return the admission check of this turn: may a sequence take `pages` now, `num_shared` of which are in use,

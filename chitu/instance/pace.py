@@ -8,7 +8,7 @@ counts from its planning, or from the end of the step before if that was later: 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ FIRST_TOKENS = 64
 """Prompt tokens of the first step with streams beside them, while nothing is known of their cost."""
 GROWTH = 2
 """A step has at most so many times the prompt tokens of the largest measured one: no line holds far beyond that."""
+NO_DRAFTS: Mapping[Request, Sequence[int]] = {}
 _SCALE = np.array((1.0, 1 / 256, 1 / (1 << 18)))
 _RIDGE = np.array((1e-3, 1e-6, 1e-6))
 """Doubt in each coefficient; most in the constant, if all steps had the same size."""
@@ -37,9 +38,10 @@ class StepWork(NamedTuple):
     prompt_pairs: int
     """Pairs of a prompt token and one before it: what attention of the chunks reads."""
     rows: int
-    """Requests that decode."""
+    """Rows that decode: one of each request, and those of its draft."""
     context_tokens: int
-    """Tokens of their KV."""
+    """Tokens of KV that these rows read."""
+    has_drafts: bool = False
 
 
 class _Fit:
@@ -86,18 +88,34 @@ class StepPace:
         self._chunk_tokens = 0.0
         self._skipped = DECODE_SAMPLES
         self.rates = StepRates()
+        self.drafted_steps = 0
+        """Steps with drafts that were measured."""
+        self._draft_rows, self._tokens_a_row = 0.0, 1.0
 
-    def work_of(self, chunks: Sequence[tuple[Request, int, int]], decoding: Collection[Request]) -> StepWork | None:
-        """Return what a step has to do that is to be measured, with its chunks (sequence, start, length); None for any
-        other."""
+    def work_of(
+        self,
+        chunks: Sequence[tuple[Request, int, int]],
+        decoding: Collection[Request],
+        drafted: Mapping[Request, Sequence[int]] = NO_DRAFTS,
+    ) -> StepWork | None:
+        """Return what a step has to do that is to be measured, with its chunks (sequence, start, length) and drafts;
+        None for any other."""
         if not chunks:
             self._skipped += 1
-            if self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4) or not decoding:
+            is_new = drafted and self.drafted_steps < FEW
+            if (
+                not is_new and self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4)
+            ) or not decoding:
                 return None
             self._skipped = 0
         tokens = sum([length for _, _, length in chunks])
         pairs = sum([length * start + length * (length + 1) // 2 for _, start, length in chunks])
-        return StepWork(tokens, pairs, len(decoding), _context(decoding))
+        return StepWork(tokens, pairs, *_rows(decoding, drafted), bool(drafted))
+
+    def note_drafts(self, num_decoding: int, drafted: int, accepted: int) -> None:
+        """Take the drafts of a step in which so many requests decoded."""
+        self._draft_rows += (drafted / num_decoding - self._draft_rows) / MEMORY_STEPS
+        self._tokens_a_row += (1 + accepted / num_decoding - self._tokens_a_row) / MEMORY_STEPS
 
     def note(self, work: StepWork, seconds: float) -> None:
         """Take the time of a step."""
@@ -105,6 +123,7 @@ class StepPace:
             return
         if not work.prompt_tokens:
             self._decode.add((1, work.rows, work.context_tokens), seconds, seconds)
+            self.drafted_steps += work.has_drafts
         else:
             beside_s = self.rates.step_s(work.rows, work.context_tokens)
             features = (1, work.prompt_tokens, work.prompt_pairs)
@@ -117,17 +136,27 @@ class StepPace:
             self._chunk_tokens,
             self._decode.count,
             self._prompt.count,
+            self._draft_rows,
+            self._tokens_a_row,
         )
 
-    def most_prompt_tokens(self, decoding: Collection[Request], start: int) -> int:
+    def most_prompt_tokens(
+        self, decoding: Collection[Request], start: int, drafted: Mapping[Request, Sequence[int]] = NO_DRAFTS
+    ) -> int:
         """Return how many prompt tokens the next step may have, the first of them behind `start` others, so that it
-        takes `tpot_s` at most. Without streams beside it, or without `tpot_s`, only the
-        bound of all steps counts."""
+        takes `tpot_s` at most with these drafts. Without streams beside it, or without `tpot_s`, only the bound of all
+        steps counts."""
         if not decoding or self._tpot_s == math.inf:
             return self._max_tokens
-        most = self.rates.prompt_tokens_within(self._tpot_s, len(decoding), _context(decoding), start)
+        rows, context = _rows(decoding, drafted)
+        most = self.rates.prompt_tokens_within(self._tpot_s, rows, context, start)
         return int(min(most, GROWTH * self._largest, self._max_tokens))
 
 
-def _context(decoding: Collection[Request]) -> int:
-    return sum([sequence.kv_len for sequence in decoding])
+def _rows(decoding: Collection[Request], drafted: Mapping[Request, Sequence[int]]) -> tuple[int, int]:
+    """Return the rows of these requests and their drafts, and the tokens of KV that they read."""
+    rows, context = len(decoding), sum([sequence.kv_len for sequence in decoding])
+    for sequence, draft in drafted.items():
+        rows += len(draft)
+        context += len(draft) * sequence.kv_len
+    return rows, context

@@ -147,6 +147,7 @@ class RequestEnds:
                 sequence.times.stages(self._clock.monotonic()),
                 self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
                 sequence.output.transfer_sums,
+                sequence.drafting.report() if sequence.drafting is not None else (),
             ),
             sequence.head.router,
         )
@@ -391,10 +392,13 @@ class RequestArrivals:
         )
         if isinstance(message, SampledRequest):
             sequence.output.group = message.token_group
-            sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
+            sequence.prediction = message.prediction
+            sequence.forks = [
+                self._fork(sequence, message.sampling, fork, message.prediction) for fork in message.forks
+            ]
         return sequence
 
-    def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork) -> Sequence:
+    def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork, prediction: bytes) -> Sequence:
         return Sequence(
             msgspec.structs.replace(source.head, room=fork.room, request_id=fork.request_id),
             source.order,
@@ -404,6 +408,7 @@ class RequestArrivals:
             source.stop_ids,
             output=Output(group=source.output.group),
             source=source,
+            prediction=prediction,
         )
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chitu import log
 from chitu.engine.executor import LayerCallback, StepPlan
@@ -40,6 +40,8 @@ class Step:
     decoding: list[Sequence]
     most_tokens: int
     """Most prompt tokens that it might have had."""
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Drafts of some of those that decode."""
 
     @property
     def has_work(self) -> bool:
@@ -89,6 +91,10 @@ class InstanceRole(ABC):
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         """Account for the chunks of a step that is done, as `PrefillManager.after_read` does."""
         return
+
+    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Account for a draft of a step that is done, of which so many tokens were drawn."""
+        raise Internal(f"{sequence.head.request_id} has a draft where nothing decodes")
 
     # ------------------------------------------------------------------------------------------------------- transfers
 
@@ -234,15 +240,18 @@ class DecodeRole(InstanceRole):
             self._core.trace.note_computed(sequence)
 
     def schedule(self, plan: StepPlan) -> Step | None:
+        if self._resources.num_unread and self._decode.would_draft():
+            return None  # drafts follow the newest token
         if not self._decode.make_room(plan):
             return None
         self._admit(plan)
         first_tokens, decoding = self._decode.schedule(plan)
+        drafts = self._decode.draft(plan, decoding)
         computing = self._sequences.of(SequenceState.COMPUTING)
         if not computing:
-            return Step(plan, first_tokens, [], decoding, 1)
-        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len)
-        return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens)
+            return Step(plan, first_tokens, [], decoding, 1, drafts)
+        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len, drafts)
+        return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens, drafts)
 
     def after_launch(self, step: Step) -> list[Sequence]:
         self._decode.after_launch(step.first_tokens, step.decoding)
@@ -254,6 +263,9 @@ class DecodeRole(InstanceRole):
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         self._prefill.after_read(chunks, slots, prompt_logprobs)
+
+    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        self._decode.note_draft(sequence, drafted, accepted)
 
     def poll(self) -> list[TransferEvent]:
         return [] if self._receiver is None else self._receiver.poll()

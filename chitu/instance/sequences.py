@@ -22,6 +22,7 @@ from typing import Final
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
+from chitu.instance.draft_source import Drafting
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_cache.state_row import Snapshot, StateSlots, stamp_of
 from chitu.kv_cache.tiers.pages import PageLoad
@@ -267,6 +268,10 @@ class Sequence:
     """Tokens whose KV is in the pages once the launched steps are done."""
     capacity_tokens: int = 0
     """Tokens for which the held pages have room."""
+    prediction: bytes = b""
+    """Tokens that its answer may have, int32 LE."""
+    drafting: Drafting | None = None
+    """What guesses its next tokens; None: nothing has guessed yet."""
     launched: int = 0
     """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
     emitted: array[int] = field(default_factory=partial(array, "i"))

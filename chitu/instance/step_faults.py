@@ -312,4 +312,4 @@ class StepFaults:
         tokens = [outcome.tokens[slot] for slot in slots]
         result = StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures, outcome.unsound)
         done = DoneStep(result)
-        return Step(step.plan, first_tokens, chunks, decoding, step.most_tokens), done
+        return Step(step.plan, first_tokens, chunks, decoding, step.most_tokens), done  # repeated without drafts

@@ -48,7 +48,8 @@ class AdapterRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one forward: first the prefill spans, then one row per decoding sequence."""
+    """Rows of one forward: first the prefill spans, then those that decode: of each sequence one, or with a draft
+    several at consecutive positions. K and V of all rows are written before any row attends."""
 
     slots_T: torch.Tensor
     """Slot of each row, int64 on the device."""
@@ -63,8 +64,9 @@ class Batch:
     """The spans cut into tiles of at most `TILE_ROWS` rows, int64 `[tiles, 4]` on the device: first row, rows, slot,
     position of the first row. A tile without rows is padding."""
     decode_row: int
-    """First row of the decoding sequences; T if there is none."""
+    """First row that decodes; T if there is none."""
     decode_slots: tuple[int, ...]
+    """Slot of each row that decodes."""
     max_decode_len: int
     """The longest KV length, new token included, of the decoding sequences."""
     decode_states: tuple[int, ...] = ()

@@ -68,10 +68,20 @@ class StepRates(Wire, frozen=True):
     """Steps without prompt tokens that were measured; 0: the first three coefficients are not known."""
     prompt_steps: int = 0
     """The same of steps with prompt tokens and the other three."""
+    draft_rows: float = 0.0
+    """Rows of drafts for each request that decodes, on average."""
+    tokens_a_row: float = 1.0
+    """Tokens that a step gives to a request that decodes, on average."""
 
     def step_s(self, rows: float, context_tokens: float) -> float:
-        """Return the seconds of a step in which so many requests decode, with so many tokens of KV together."""
+        """Return the seconds of a step of so many rows that decode, which read so many tokens of KV together."""
         return self.decode_step_s + self.row_s * rows + self.context_token_s * context_tokens if rows else 0.0
+
+    def requests_s(self, requests: float, context_tokens: float) -> float:
+        """Return the seconds of a step in which so many requests decode, with so many tokens of KV together and as many
+        rows of drafts as usual."""
+        rows = 1 + self.draft_rows
+        return self.step_s(requests * rows, context_tokens * rows)
 
     def prompt_s(self, tokens: float, start: float = 0.0, chunk_tokens: float = math.inf) -> float:
         """Return the seconds that so many prompt tokens behind `start` others add to steps of `chunk_tokens`."""

@@ -121,6 +121,8 @@ class RequestOptions(Wire, frozen=True):
     """Whether its instances record their work on it."""
     adapter: str = ""
     """Name of the LoRA adapter that computes with the model; empty: the model alone."""
+    is_drafted: bool = True
+    """Whether tokens may be drafted ahead, where the instance does so. Its tokens are the same in any case."""
 
 
 class RequestHead(Wire, frozen=True):
@@ -185,6 +187,8 @@ class SampledRequest(Wire, frozen=True):
     """Most tokens that may wait for each other, because nobody reads them one by one. The first token, the last ones
     and those before an error never wait."""
     stamp: LinkStamp = LinkStamp()
+    prediction: bytes = b""
+    """Tokens that the answer may have, int32 LE: drafts are taken from there first."""
 
 
 class DecodeRequest(SampledRequest, frozen=True, kw_only=True, tag="decode_request"):
@@ -255,6 +259,8 @@ class Finish(Wire, frozen=True, array_like=True):
     transfer_sums: TransferSums | None = None
     """Checksums of the pages that P wrote, on both sides, if it asked for them. None if P wrote none, or if the layout
     allows none."""
+    drafts: tuple[tuple[str, int, int], ...] = ()
+    """By source: tokens that were drafted here, and how many of them were right."""
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):

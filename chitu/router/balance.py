@@ -392,7 +392,7 @@ def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: f
         prompt_token_s=load.rates.prompt_s(prompt_tokens) / prompt_tokens,
         output_tokens=0 if is_prefill else load.tokens,
         rows=0 if is_prefill else rows,
-        step_s=load.rates.step_s(rows, info.layout.page_size * load.pages_used),
+        step_s=load.rates.requests_s(rows, info.layout.page_size * load.pages_used) / load.rates.tokens_a_row,
         num_slots=info.num_slots,
         pages_share=load.pages_used / max(1, load.pages_total) * rows / max(1, load.running + load.transferring),
         backlog_s=load.backlog_s,

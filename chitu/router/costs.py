@@ -95,8 +95,8 @@ def _cost(asked: Asked, ttft_s: float, wait_s: float, decodes: InstanceLoad, del
     """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where requests that decode wait
     `delays_s` longer in sum for the prompt."""
     rates, soon, num_steps = decodes.rates, decodes.num_requests, min(asked.max_tokens, ANSWER_TOKENS)
-    tpot_s = rates.step_s(soon + 1, decodes.context_tokens + asked.num_tokens)
-    row_s = rates.row_s + rates.context_token_s * asked.num_tokens
+    tpot_s = rates.requests_s(soon + 1, decodes.context_tokens + asked.num_tokens) / rates.tokens_a_row
+    row_s = (rates.row_s + rates.context_token_s * asked.num_tokens) * (1 + rates.draft_rows) / rates.tokens_a_row
     breaks_slo = ttft_s > asked.ttft_s or tpot_s > asked.tpot_s
     return Cost(breaks_slo, ttft_s + num_steps * (tpot_s + soon * row_s) + delays_s, wait_s)
 

@@ -94,7 +94,7 @@ class Dispatcher:
             weights=decode.weights.number,
             options=request.options,
         )
-        sampled = head, request.sampling, forks, _token_group(request), to_decode.sender.stamp
+        sampled = head, request.sampling, forks, _token_group(request), to_decode.sender.stamp, request.prediction
         if prefill is None or attempt.prefill is None:
             return None if self._post(to_decode, UnifiedRequest(*sampled), attempt.created_s) else attempt.decode
         to_prefill = self._members.get(attempt.prefill)

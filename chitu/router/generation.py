@@ -120,6 +120,8 @@ class GenerateRequest(Struct):
     """The client's own timeout, if it has one; `router.request_timeout_s` is the upper bound."""
     options: RequestOptions = RequestOptions()
     """What its instances are told of it beside its tokens and the sampling."""
+    prediction: bytes = b""
+    """Tokens that the answer may have, int32 LE."""
     tenant: str = ""
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
     slo: SLO = NO_SLO

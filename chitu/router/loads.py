@@ -273,7 +273,7 @@ class InstanceLoad:
 
     def step_s(self, rows: int) -> float:
         """Return the seconds of a step with so many requests and no prompt."""
-        return self.rates.step_s(rows, self.context_tokens)
+        return self.rates.requests_s(rows, self.context_tokens)
 
     def prompt_s(self, tokens: float, start: float = 0.0) -> float:
         """Return the seconds of so many prompt tokens behind `start` others, in steps like those of late."""

@@ -26,7 +26,7 @@ from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
+from chitu.config.devices import is_auto, max_draft_tokens, on_visible_devices, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, reached_hosts, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
@@ -192,6 +192,11 @@ def _build(
 ) -> PDSchedulerService:
     """Load the model and build everything that accesses its memory. From here on the pool never moves."""
     rank = factories.build_rank(topology, instance, MAIN_RANK, progress)
+    if topology.scheduler.speculation == "text" and not rank.runner.info.most_drafts:
+        raise ConfigError(
+            "scheduler.speculation: text, but this model has recurrent state (or cache.window_state is set), and a "
+            "state cannot go back to before a draft; set auto or off"
+        )
     waker, pool = Waker(), rank.pool
     cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
     fan_out = _fan_out(topology, instance) if rank.group is not None else None
@@ -252,6 +257,7 @@ def _settings(topology: Topology, instance: Instance) -> SchedulerSettings:
         router.request_timeout_s,
         overlaps_steps(topology.scheduler, instance.config),
         math.inf if router.slo.tpot_s is None else router.slo.tpot_s,
+        max_draft_tokens(topology.scheduler, instance.config),
     )
 
 

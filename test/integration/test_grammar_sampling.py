@@ -3,6 +3,7 @@ sequences and interruptions; also with overlapping steps, retractions and faults
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_checkpoints import VOCAB_SIZE, make_prompt, write_checkpoint
+from support.drafts import Guesses
 from support.operations import Operations
 from test_overlap_engine import DECODES, NUM_SLOTS, POISON_SEED, FaultySampler, serve
 from tokenizers import Tokenizer as Backend
@@ -20,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_layout import bits_of, forbid_, forbidden
 from chitu.grammars import GrammarCompiler, GrammarStore
+from chitu.instance.drafts import source_of
 from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer
 
@@ -214,24 +217,33 @@ REQUESTS = list(
 
 
 @pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
-def test_overlap_retraction_and_a_step_that_raises_change_no_token(folder: Any, recording: Any) -> None:
-    def served(overlap: bool, requests: list[Any], is_faulty: bool = False) -> Any:
+def test_overlap_retraction_drafts_and_a_step_that_raises_change_no_token(folder: Any, recording: Any) -> None:
+    def served(overlap: bool, requests: list[Any], is_faulty: bool = False, drafts: Any = None) -> Any:
         grammars = GrammarStore(make_compiler)
         wait([grammars.submit(grammar) for grammar in (WORDS, NUMBERS, THOUGHT_OF)])
         kind = FaultySampler if is_faulty else Sampler
         sampler = kind(NUM_SLOTS, VOCAB_SIZE, CPU, (EOS,), grammars=grammars)
-        return serve(folder, requests, overlap, recording, sampler, grammars)
+        return serve(folder, requests, overlap, recording, sampler, grammars, drafts)
 
     off, on = served(False, REQUESTS), served(True, REQUESTS)
     assert on.retractions > 0 and off.retractions > 0, "the pool is large enough for everybody"
     assert on.reasons == off.reasons and set(on.reasons) == set(range(len(REQUESTS) - 1))
     assert {room: on.tokens[room] for room in on.reasons} == {room: off.tokens[room] for room in off.reasons}
+
+    def right(sequence: Any) -> Guesses:
+        return Guesses(sequence.prompt_len, on.tokens[sequence.room[-1]], 0.9, random.Random(1), VOCAB_SIZE)
+
+    for drafts in (source_of, right):
+        drafted = served(drafts is right, REQUESTS, drafts=drafts)
+        assert drafted.reasons == on.reasons
+        assert {room: drafted.tokens[room] for room in on.reasons} == {room: on.tokens[room] for room in on.reasons}
     matcher = make_compiler().compile(WORDS).matcher()
     matcher.consume(on.tokens[0])
     matcher.mask()  # all of its tokens were allowed
     bad = (make_prompt(25), SamplingParams(30, temperature=1.0, seed=POISON_SEED, grammar=WORDS))
-    beside = served(True, [*REQUESTS[:2], bad, *REQUESTS[2:]], is_faulty=True)
-    assert (beside.reasons.pop(2), beside.tokens.pop(2, [])) == ("error", [])
-    assert list(beside.reasons.values()).count("error") == 0
-    others = {room - (room > 2): beside.tokens[room] for room in beside.reasons}
-    assert others == {room: on.tokens[room] for room in others}
+    for drafts in (None, source_of):
+        beside = served(True, [*REQUESTS[:2], bad, *REQUESTS[2:]], is_faulty=True, drafts=drafts)
+        assert (beside.reasons.pop(2), beside.tokens.pop(2, [])) == ("error", [])
+        assert list(beside.reasons.values()).count("error") == 0
+        others = {room - (room > 2): beside.tokens[room] for room in beside.reasons}
+        assert others == {room: on.tokens[room] for room in others}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, expected_tokens, make_prompt, write_checkpoint
 from support.clock import FakeClock
+from support.drafts import AllDrafts
 from support.requests import unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -41,14 +42,18 @@ def checkpoint(tmp_path_factory):
 @dataclass
 class Served:
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[bytes]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     retractions: int = 0
     steps: int = 0
 
     def take(self, frame: bytes) -> bool:
         batch = token_codec.decode(frame)
-        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+        logprobs = dict(batch.logprobs)
+        for place, (room, token) in enumerate(zip(batch.rooms, batch.tokens, strict=True)):
             self.tokens.setdefault(room[-1], []).append(token)
+            if place in logprobs:
+                self.logprobs.setdefault(room[-1], []).append(logprobs[place])
         for finish in batch.finished:
             self.reasons[finish.room[-1]] = finish.reason
         return True
@@ -61,12 +66,14 @@ def serve(
     recording: Recording | None,
     sampler=None,
     grammars: GrammarStore | None = None,
+    draft_source=None,
+    **options,
 ):
     """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
     engine = Engine(
         folder,
-        ops=TorchOps(),
+        **{"ops": TorchOps(), **options},
         num_pages=NUM_PAGES,
         num_slots=NUM_SLOTS,
         max_model_len=128,
@@ -85,6 +92,8 @@ def serve(
         lambda room, error: None,
         FakeClock(),
     )
+    if draft_source is not None:
+        core.drafts = AllDrafts(draft_source, NUM_SLOTS, VOCAB_SIZE)
     scheduler = PDScheduler(core, DecodeRole(core))
     for index, (prompt, sampling) in enumerate(requests):
         scheduler.submit(unified_request(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))

@@ -1,5 +1,6 @@
 """Random requests to clusters under pressure have the answers of one engine that gets them one by one, and the tokens
-that `transformers`' logits give: tokens, texts, calls, reasoning, finish reasons, logprobs and usage.
+that `transformers`' logits give: tokens, texts, calls, reasoning, finish reasons, logprobs and usage. The engine drafts
+nothing; the clusters compute as many drafts as there is room for, most of them wrong.
 
 CI runs the first 120. By hand, each further 400 meet another cluster:
 `.venv/bin/python -m pytest test/integration/test_random_requests.py --by-hand`
@@ -13,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,14 @@ from thinking_model import CLOSE, make_thinking_model
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500
 MAX_MODEL_LEN = 1024
 AT_ONCE = 24
 PER_CLUSTER, IN_CI = 400, 120
+DRAFTING = replace(FORKED, scheduler="support.drafting_scheduler")
 PD = "dp_config.router.pd_disaggregation"
 TWO_PAIRS = "pd_disagg_2p2d_multi_node.yaml"
 PRESSED = ["cache.page_size=4", "cache.num_pages=300", "scheduler.chunk_size=24", "cache.host_bytes=1000000"]
@@ -74,13 +78,13 @@ def drawn(name: str, model: Path) -> list[Drawn]:
 
 
 @contextlib.contextmanager
-def running(model: Path, topology: str, settings: list[str]) -> Iterator[LocalCluster]:
+def running(model: Path, topology: str, settings: list[str], entries: Entries = DRAFTING) -> Iterator[LocalCluster]:
     common = [f"model.path={model}", "model.served_name=m", f"model.max_model_len={MAX_MODEL_LEN}"]
     if topology == TWO_PAIRS:
         local = on_one_host(load_topology(topology))
         common += [f"{key}=0" for key in router_ports(local.dp_config.router)]
         common += [f"{instance.key}.port=0" for instance in instances(local)]
-    with LocalCluster(load_topology(topology, [*common, *settings]), entries=FORKED) as cluster:
+    with LocalCluster(load_topology(topology, [*common, *settings]), entries=entries) as cluster:
         cluster.wait_ready(300)
         yield cluster
 
@@ -88,9 +92,9 @@ def running(model: Path, topology: str, settings: list[str]) -> Iterator[LocalCl
 @pytest.fixture(scope="module")
 def right(name: str, model: Path, drawn: list[Drawn]) -> list[Answer]:
     """Return the answers, few of them refusals, of one engine that gets one request at a time and caches nothing."""
-    settings = ["cache.num_pages=400", "cache.prefix_cache=false"]
+    settings = ["cache.num_pages=400", "cache.prefix_cache=false", "scheduler.speculation=off"]
     settings += ["cache.kv_dtype=fp8_e4m3", "cache.page_size=8"] if name == "fp8" else []
-    with running(model, "unified_local.yaml", settings) as cluster:
+    with running(model, "unified_local.yaml", settings, FORKED) as cluster:
         answers = ask(cluster.url, drawn, at_once=1, streamed=0.0)
     refused = [answer.error for answer in answers if answer.status != 200]
     assert len(refused) < 0.05 * len(answers), refused

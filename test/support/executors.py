@@ -226,8 +226,17 @@ class FakeExecutor:
             for layer in range(self.info.num_layers):
                 on_layer(layer)
         _check(len(set(plan.decode)) == len(plan.decode), f"a slot decodes twice in one step: {plan.decode}")
+        drafts = {draft.slot: draft.tokens for draft in plan.drafts}
+        _check(len(drafts) == len(plan.drafts) and drafts.keys() <= set(plan.decode), f"drafts of {list(drafts)}")
         for slot in plan.decode:
+            draft = drafts.get(slot, ())
+            if draft:
+                self._draft(slot, draft)
             self._decode(slot, result)
+            for token in draft:
+                if result.tokens[-1] != token:
+                    break
+                self._decode(slot, result)
         return result
 
     def forget(self, slots: Collection[int]) -> None:
@@ -463,6 +472,18 @@ class FakeExecutor:
         self._move_state(slot, state, state.kv_len - 1, state.kv_len, is_chunk=False)
         self._sample(slot, state, state.state, result)
 
+    def _draft(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Check a draft, whose rows are all computed, whatever of it is right."""
+        state = self._live(slot, "draft")
+        _check(0 < len(tokens) <= self.info.most_drafts, f"slot {slot}: a draft of {len(tokens)} tokens")
+        _check(all(0 <= token < self.info.vocab_size for token in tokens), f"slot {slot}: a draft of ids {tokens}")
+        end = state.kv_len + 1 + len(tokens)
+        self._require_pages(slot, state, end)
+        for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
+            _check(
+                self._users[page] == [slot], f"slot {slot} drafts to page {page}, which slots {self._users[page]} use"
+            )
+
     def _sample(self, slot: int, state: _FakeSlot, checksum: int, result: StepResult) -> None:
         if state.sampling is None:
             raise InvariantViolation(f"slot {slot} was admitted without sampling parameters and shall sample")
@@ -637,6 +658,14 @@ class ChecksumExecutor(FakeExecutor):
         self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
         state.state = self._attention(state, length + 1)
         super()._decode(slot, result)
+
+    def _draft(self, slot: int, tokens: tuple[int, ...]) -> None:
+        super()._draft(slot, tokens)
+        state = self._live(slot, "draft")
+        rows = self._rows(state, state.kv_len + 1 + len(tokens))[state.kv_len + 1 :]
+        for row, token in zip(rows, tokens, strict=True):
+            record = kv_of(token, -1 & 0xFFFFFFFF, 0)
+            self._pool.kv[:, row] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
 
     def _copy(self, copy: CopyPage) -> None:
         super()._copy(copy)

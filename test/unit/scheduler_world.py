@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.clock import FakeClock
+from support.drafts import AllDrafts
 from support.executors import (
     STATE_ROW_BYTES,
     ChecksumExecutor,
@@ -32,7 +33,9 @@ from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.draft_source import DraftSource
 from chitu.instance.roles import DecodeRole, PrefillRole
+from chitu.instance.sequences import Sequence as SequenceOfInstance
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.state_row import StateSlots, StateStamp, read_stamp
 from chitu.kv_cache.tiers.host_pages import HostPages
@@ -134,6 +137,7 @@ class Instance:
         page_size: int = PAGE_SIZE,
         state_slots: int = 0,
         tpot_s: float = math.inf,
+        draft_source: Callable[[SequenceOfInstance], DraftSource] | None = None,
     ) -> None:
         """Make the instance. With `overlap` its device returns results late. With `state_slots` its model has a
         recurrent state. With `tpot_s` D computes prompts, too."""
@@ -182,6 +186,8 @@ class Instance:
             self.clock,
             self.tracer,
         )
+        if draft_source is not None:
+            core.drafts = AllDrafts(draft_source, info.num_slots, info.vocab_size)
         if sender is not None:
             self.role = PrefillRole(core, sender)
         else:

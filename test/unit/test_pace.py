@@ -178,7 +178,7 @@ def test_the_line_finds_costs_that_no_single_step_shows() -> None:
     pace, rng = StepPace(), random.Random(3)
 
     def seconds(work: StepWork) -> float:
-        tokens, pairs, rows, context = work
+        tokens, pairs, rows, context, _ = work
         beside = (0.004 + 0.0002 * rows + 1e-7 * context) if rows else 0.0
         return beside + (0.002 + 3e-5 * tokens + 2e-9 * pairs if tokens else 0.0)
 

@@ -69,7 +69,11 @@ def stopped(index: int, one: tuple[int, int, int], stop: int) -> tuple[bytes, Sa
 def test_unified_tokens_ends_and_pages_are_those_without_overlap(
     load: list[tuple[int, int, int]], num_pages: int, chunk: int, stop_at: list[int], rng: random.Random
 ) -> None:
-    instance = Instance(num_pages, chunk=chunk, overlap=True)
+    run_unified(Instance(num_pages, chunk=chunk, overlap=True), load, stop_at, rng)
+
+
+def run_unified(instance: Instance, load: list[tuple[int, int, int]], stop_at: list[int], rng: random.Random) -> None:
+    """Run these requests, some of which are cancelled, and check their tokens, ends and pages."""
     cancelled: set[bytes] = set()
     pending = list(enumerate(load))
     for _ in range(4000):
@@ -128,6 +132,18 @@ def test_pd_tokens_ends_and_pages_are_those_without_overlap(
     wire = Wire()
     prefill = wire.prefill = Instance(pages_p, sender=PSide(wire), aux_slots=aux_slots, overlap=True)
     decode = wire.decode = Instance(pages_d, receiver=Watched(wire), aux_slots=aux_slots, overlap=True)
+    run_pd(wire, prefill, decode, load, stop_at, rng)
+
+
+def run_pd(
+    wire: Wire,
+    prefill: Instance,
+    decode: Instance,
+    load: list[tuple[int, int, int]],
+    stop_at: list[int],
+    rng: random.Random,
+) -> None:
+    """Run the same on a pair, some of whose transfers fail, too."""
     cancelled: set[bytes] = set()
     pending = list(enumerate(load))
     for _ in range(4000):
