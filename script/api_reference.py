@@ -124,6 +124,12 @@ COMPARISON = (
         "yes ([how](lora.md))",
         "the list is fixed when P and D start, since both must have the same",
     ),
+    (
+        "speculative decoding; `prediction`",
+        "OpenAI (`prediction`), vLLM, SGLang, Dynamo (options of the server)",
+        "yes: drafts from a prediction, the text and the grammar; no token changes ([how](speculation.md))",
+        "not yet: a second model or heads (EAGLE, MTP)",
+    ),
     ("empty the prefix cache", "vLLM, SGLang", "yes: `/admin/cache/flush`", ""),
     (
         "end a request by its id",
@@ -205,6 +211,14 @@ raw text that follows `pattern`, `format`, lengths, `enum` and `const`, anything
 argument in it, so that it is read as it was written; with a `pattern` and a length nothing that begins as such a tag
 (`</`); with both lengths nothing of that kind in its first `minLength` characters. With a `maxLength` above 600 it may
 end up to a tenth earlier. What cannot be enforced is refused with its tool and place.
+
+`prediction` (OpenAI's) is what tokens are drafted from ahead, and no token depends on it. It goes with every other
+field, also with those with which OpenAI refuses it: `n`, `logprobs`, `tools`, penalties. If a request has one,
+`usage.completion_tokens_details` has `accepted_prediction_tokens` and `rejected_prediction_tokens`: tokens drafted from
+it that are in the answer, and those that are not. Rejected tokens are no `completion_tokens` here. `usage.speculation`
+has `drafted` and `accepted` tokens by source, also of drafts without a prediction, where there were any. Both are sums
+over choices, as far as D has reported their ends: after a stop string it has not, and OpenAI's fields are left out
+([speculation](speculation.md)).
 
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.

@@ -4,6 +4,7 @@ date."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def _values(kind: ast.expr, aliases: dict[str, ast.expr]) -> str:
     if ast.unparse(kind.value) == "Literal":
         assert isinstance(kind.slice, ast.Tuple)
         return ", ".join(f"`{ast.literal_eval(value)}`" for value in kind.slice.elts)
+    if bounds := re.search(r"int, Meta\(ge=(\d+), le=(\d+)\)", text):
+        return f"integer from {bounds[1]} to {bounds[2]}"
     assert "Meta(ge=0)" in text, text
     return "0 or more"
 

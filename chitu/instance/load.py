@@ -46,6 +46,7 @@ class LoadMeter:
         self._engine = core.engine
         self._tokens = core.tokens
         self._sequences = core.sequences
+        self._drafts = core.drafts
         self.pace = StepPace(core.settings.tpot_s, core.settings.config.max_batched_tokens)
         now_s = core.clock.monotonic()
         self._backlog = BacklogMeter(now_s)
@@ -155,6 +156,7 @@ class LoadMeter:
             decode_backlog_work=self._decode_backlog.work,
             cached_share=self.cached_share,
             rates=self.pace.rates,
+            drafts=dict(self._drafts.counts),
         )
 
     @property

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Sequence
 
 from chitu.instance.draft_source import Proposal
+from chitu.protocol.account import OF_PREDICTION
 
-NAME = "prediction"
-NONE = Proposal((), NAME)
+NONE = Proposal((), OF_PREDICTION)
 FOUND_AGAIN = 3
 """So many of the newest tokens tell the place where the answer goes on."""
 BYTES = 4
@@ -56,4 +56,4 @@ class PredictionDrafts:
     def propose(self, most: int) -> Proposal:
         if self._is_lost or most <= 0:
             return NONE
-        return Proposal(self._tokens[self._cursor : self._cursor + most], NAME)
+        return Proposal(self._tokens[self._cursor : self._cursor + most], OF_PREDICTION)

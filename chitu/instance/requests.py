@@ -415,6 +415,8 @@ class RequestArrivals:
         """Return why a request can never run here, or not behind those already waiting; None if it can."""
         if not sequence.head.token_ids or len(sequence.head.token_ids) % 4:
             return InvalidRequest("the prompt has no tokens")
+        if len(sequence.prediction) % 4 or len(sequence.prediction) > 4 * self._info.max_model_len:
+            return InvalidRequest(f"a prediction of {len(sequence.prediction)} bytes is none of tokens of a context")
         asked = sequence.prompt.asked
         wrong = _wrong_ids("the prompt", np.frombuffer(sequence.head.token_ids, "<i4"), self._info.vocab_size)
         wrong = wrong or _wrong_logprobs(asked.logprobs)

@@ -98,6 +98,7 @@ class SchedulerTrace:
             code=error.code if error is not None else "",
             message=error.message if error is not None else "",
             output_tokens=len(sequence.emitted),
+            drafts=sequence.drafting.report() if sequence.drafting is not None else (),
         )
         self._tracer.end(sequence.room)
 

@@ -12,12 +12,15 @@ computes a prompt only if it has nothing else to do: more P would not shorten it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from chitu.protocol.wire import Wire
+
+OF_PREDICTION = "prediction"
+"""Source of drafts that are taken from a request's `prediction`: the only one that OpenAI's usage counts."""
 
 # ------------------------------------------------------------------------------------------- what the instances report
 
@@ -226,6 +229,20 @@ def _within(span_s: float, low: int, high: int) -> int:
 
 # ---------------------------------------------------------------------------------------------------------- the record
 
+DraftCounts = tuple[tuple[str, int, int], ...]
+"""By source: tokens that were drafted, and those of them that were right, as in `Finish`."""
+
+
+def total_drafts(counts: Iterable[DraftCounts]) -> DraftCounts:
+    """Return the sums, by source."""
+    totals: dict[str, tuple[int, int]] = {}
+    for each in counts:
+        for source, drafted, accepted in each:
+            before = totals.get(source, (0, 0))
+            totals[source] = before[0] + drafted, before[1] + accepted
+    return tuple([(source, *total) for source, total in totals.items()])
+
+
 RequestState = Literal["prefill", "decode", "finished", "retried", "failed", "cancelled"]
 """`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string.
 `retried`: this attempt failed, and the request continued with another one, which has a record of its own."""
@@ -262,6 +279,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
     prompt_room: str | msgspec.UnsetType = msgspec.UNSET
     """Room of the prompt, if it was sent once for several choices: the only one that P sees."""
+    drafts: DraftCounts | msgspec.UnsetType = msgspec.UNSET
+    """By source: output tokens that D drafted, and those of them that were right; known with D's report of the end."""
     tenant: str | msgspec.UnsetType = msgspec.UNSET
     """Tenant of the API key that asked (a hash), if the router has API keys."""
 

@@ -178,6 +178,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     cached_share: float = 0.0
     """Share of the tokens of the newest prompts computed here that were cached."""
     rates: StepRates = StepRates()
+    drafts: dict[str, tuple[int, int]] = {}
+    """By source: tokens since start that were drafted, and those of them that were right."""
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Union
 
-from chitu.protocol.account import NO_TIMES, PrefillTimes, RequestSnapshot
+from chitu.protocol.account import NO_TIMES, DraftCounts, PrefillTimes, RequestSnapshot
 from chitu.protocol.cluster import CacheGroup
 from chitu.protocol.wire import Wire
 
@@ -176,6 +176,7 @@ class TraceEnd(TraceRecord, frozen=True, kw_only=True, tag="end"):
     message: str
     output_tokens: int
     """Output tokens of this attempt."""
+    drafts: DraftCounts = ()
 
 
 class TraceFrame(TraceRecord, frozen=True, kw_only=True, tag="frame"):

@@ -19,7 +19,7 @@ from chitu.errors import (
     ChituError,
 )
 from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
-from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
+from chitu.protocol.account import DraftCounts, RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.candidates import InstanceKey, Way
 from chitu.router.costs import NO_SLO, SLO
 from chitu.router.retry import FailureHistory
@@ -168,6 +168,8 @@ class Attempt(Struct, eq=False):
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
+    drafts: DraftCounts = ()
+    """What D drafted, known with its report of the end."""
     error: ChituError | None = None
     """Why it failed; its generation may go on with another attempt."""
     group: PromptGroup | None = None
@@ -219,6 +221,7 @@ class Attempt(Struct, eq=False):
             continued_tokens=self.num_continued,
             cached_tokens=self.cached_tokens,
             prompt_room=room_text(self.group.room) if self.group is not None else UNSET,
+            drafts=self.drafts or UNSET,
             tenant=generation.request.tenant or UNSET,
         )
 
@@ -255,6 +258,8 @@ class Generation:
     weights: list[tuple[int, str]] = field(default_factory=list)
     """Hashes of the models that its tokens are of, each with the index of its first token: one, unless weights changed
     under it (a mixed change)."""
+    drafts: DraftCounts = ()
+    """What was drafted in all of its attempts, as far as D reported their ends."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
@@ -271,6 +276,11 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.attempt is None
+
+    @property
+    def counts_prediction(self) -> bool:
+        """Whether it has a prediction, and is known how much of it was right."""
+        return bool(self.request.prediction) and self.finish is not None
 
     @property
     def num_attempts(self) -> int:

@@ -31,7 +31,7 @@ from chitu.errors import (
     from_code,
 )
 from chitu.protocol import Finish
-from chitu.protocol.account import RequestSnapshot, RequestState
+from chitu.protocol.account import RequestSnapshot, RequestState, total_drafts
 from chitu.router.candidates import InstanceKey, Way, instance_key
 from chitu.router.generation import (
     GENERATION_AWAITS,
@@ -288,6 +288,9 @@ class GenerationMachine:
 
     def _finished(self, generation: Generation, attempt: Attempt, event: Finished) -> None:
         finish = event.finish
+        if finish.drafts:
+            attempt.drafts = finish.drafts
+            generation.drafts = total_drafts((generation.drafts, finish.drafts))
         if finish.reason not in ("stop", "length"):
             error: ChituError = from_code(finish.code, finish.message)
             if finish.reason != "error":

@@ -22,7 +22,7 @@ from chitu.protocol import LoadReport
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceEnd, TraceFrame, TraceRequest, TraceSent
-from chitu.tracing.timeline import Timeline, TraceAnswer, answer_of
+from chitu.tracing.timeline import Timeline, TraceAnswer, answer_of, drafts_text
 from chitu.tracing.trace_files import find_records
 
 SEPARATOR = " · "
@@ -64,6 +64,8 @@ def trace_lines(request: RequestSnapshot) -> list[str]:
     rate = request.tokens_per_s
     if rate is not None:
         run.append(f"{rate:.{0 if rate >= 10 else 1}f} tokens/s")
+    if request.drafts:
+        run.append(drafts_text(request.drafts))
     if request.state != "finished":
         run.append(request.error or request.state)
     spans = [*(stages.known() if stages is not None else ()), ("first token", request.first_token_s)]
@@ -87,7 +89,7 @@ def cluster_rows(snapshot: ClusterSnapshot) -> list[tuple[str, ...]]:
             row += [str(instance.pid or ""), "", "", "", "", "", ""]
         else:
             row += [str(instance.pid), str(load.waiting), str(load.transferring), str(load.running)]
-            row += [_pages_text(load), str(load.tokens), byte_text(load.bytes_moved)]
+            row += [_pages_text(load), f"{load.tokens}{_row_text(load)}", byte_text(load.bytes_moved)]
         rows.append(tuple(row))
     return rows
 
@@ -104,12 +106,17 @@ def _instance_text(instance: InstanceSnapshot) -> str:
         ("retracted", load.retracted),
     )
     busy = " ".join(f"{count} {name}" for name, count in counts if count)
-    return f"{text} {busy or 'idle'} {_pages_text(load)} pages"
+    return f"{text} {busy or 'idle'} {_pages_text(load)} pages{_row_text(load)}"
 
 
 def _told_load(instance: InstanceSnapshot) -> LoadReport | None:
     """Return the load of an instance, or None before its first heartbeat."""
     return instance.load if instance.load is not None and instance.load.pages_total else None
+
+
+def _row_text(load: LoadReport) -> str:
+    """Return ` ×2.1`, the tokens that a step gives to a request, where tokens are drafted."""
+    return f" ×{load.rates.tokens_a_row:.1f}" if load.drafts else ""
 
 
 def _pages_text(load: LoadReport) -> str:

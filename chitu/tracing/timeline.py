@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from chitu.protocol.account import STAGES, Moments, RequestSnapshot, laid_out, request_stages
+from chitu.protocol.account import STAGES, DraftCounts, Moments, RequestSnapshot, laid_out, request_stages
 from chitu.protocol.trace import (
     AnyTraceRecord,
     TraceArrival,
@@ -220,6 +220,10 @@ class _Side:
         self.restored = next((record for record in records if isinstance(record, TraceRestored)), None)
 
     @property
+    def _end(self) -> TraceEnd | None:
+        return next((record for record in self._records if isinstance(record, TraceEnd)), None)
+
+    @property
     def announced_s(self) -> float | None:
         """Time of D's announcement, on D's own clock; None for another instance."""
         if self.restored is None or self.restored.times.compute_s:
@@ -236,7 +240,7 @@ class _Side:
         shift_s = self.shift_s
         start_s, last_s = self._records[0].at_s + shift_s, self._records[-1].at_s + shift_s
         spans = [*self._of_prefill(start_s, shift_s, announced_s), *self._of_decode(start_s, shift_s)]
-        end = next((record for record in self._records if isinstance(record, TraceEnd)), None)
+        end = self._end
         if not spans:
             spans.append(self._span("waits", start_s, last_s))
         if end is not None and end.reason in ("error", "cancelled"):
@@ -298,6 +302,7 @@ class _Side:
             marks = [step.at_s + shift_s for step in steps]
             text = f"{len(steps)} tokens {_token_text(steps)}"
             text += f", {steps[-1].ended}" if steps[-1].ended else ""
+            text += f", {drafts_text(self._end.drafts)}" if self._end is not None and self._end.drafts else ""
             spans.append(self._span("tokens", marks[0], marks[-1], text, marks_s=marks))
         return spans
 
@@ -340,6 +345,11 @@ def _page_checks(sides: Sequence[_Side]) -> list[PageCheck]:
 
 def _at(numbers: Sequence[int], position: int) -> int:
     return numbers[position] if position < len(numbers) else -1
+
+
+def drafts_text(drafts: DraftCounts) -> str:
+    """Return `drafts 8/10 prediction, 3/9 text`: the accepted of the drafted tokens."""
+    return "drafts " + ", ".join([f"{accepted}/{drafted} {source}" for source, drafted, accepted in drafts])
 
 
 def _page_text(numbers: Sequence[int]) -> str:

@@ -81,12 +81,28 @@ def use_tools(client: openai.OpenAI) -> None:
         assert client.responses.create(**{**RESPONSE, **agents, "input": items, "tool_choice": "none"}).output_text
 
 
+def use_prediction(client: openai.OpenAI, text: str) -> None:
+    parts = [{"type": "text", "text": text}]
+    for content in (text, parts):
+        predicted = {**CHAT, "prediction": {"type": "content", "content": content}}
+        answer = client.chat.completions.create(**predicted)
+        assert answer.choices[0].message.content == text
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+        assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
+    *_, last = client.chat.completions.create(**predicted, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    answer = client.chat.completions.create(**predicted, extra_body={"speculation": "off"})
+    assert answer.choices[0].message.content == text
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
 def main() -> None:
     client = openai.OpenAI(max_retries=0)
     text = client.chat.completions.create(**CHAT).choices[0].message.content
     chunks = client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
     assert text == "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) != ""
     assert asyncio.run(ask_async()) == text
+    use_prediction(client, text)
 
     tools = [openai.pydantic_function_tool(Paint)]
     asked = {**CHAT, "tools": tools, "max_tokens": 99}

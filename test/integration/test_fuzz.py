@@ -73,6 +73,7 @@ REQUESTS = [
     decode_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, router=9),
     decode_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, router=-1),
     unified_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
+    msgspec.structs.replace(unified_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING), prediction=pack_i32([4, 5])),
     CancelRequest(ROOM),
     CancelRequest(ROOM, LinkStamp(1 << 60, 3)),
     CancelRequest(ROOM, LinkStamp(1 << 60, 9, 2)),
@@ -91,7 +92,10 @@ CONTROL = [
 SAID = (LinkAck(7, 9, True),)
 STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport(), SAID, 4), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
-TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")]), TokenBatch(5, [ROOM], [3], [], 4, 9, 2)]
+TOKENS = [
+    TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop", drafts=(("text", 3, 1),))]),
+    TokenBatch(5, [ROOM], [3], [], 4, 9, 2),
+]
 TOKENS.append(TokenBatch(5, [], [], [Finish(ROOM, "stop")], groups=[(ROOM, [3, 4])]))
 ODD_VALUES: list[Any] = [
     *(

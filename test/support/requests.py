@@ -95,5 +95,5 @@ def unified_request(
     **fields: Any,
 ) -> UnifiedRequest:
     head = head_of(room, request_id, token_ids, num_emitted=num_emitted, **fields)
-    stamp = {"stamp": LinkStamp(link)} if link else {}  # a default is not sent
-    return UnifiedRequest(head, sampling, forks, token_group, **stamp)
+    request = UnifiedRequest(head, sampling, forks, token_group)
+    return msgspec.structs.replace(request, stamp=LinkStamp(link)) if link else request  # a default is not sent

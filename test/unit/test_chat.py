@@ -17,7 +17,7 @@ from chitu.http.ask.parsed import OutputOptions
 from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.launch.router_client import Answer, AnswerReader, RouterClient, Usage
 from chitu.net.client import EventParser
-from chitu.protocol import LoadReport
+from chitu.protocol import LoadReport, StepRates
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.tools.chat import (
@@ -170,6 +170,20 @@ def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None
 def test_what_was_cached_is_said_beside_what_was_moved() -> None:
     run = "P0 -> D1 · 1012 prompt + 12 output tokens · 960 cached · 1.2 MiB KV moved · 100 tokens/s"
     assert lines_of(request(cached_tokens=960))[0] == run
+
+
+def test_drafts_are_said_by_source_where_there_were_any() -> None:
+    run = lines_of(request(drafts=(("prediction", 10, 8), ("text", 3, 1))))[0]
+    assert run == f"{lines_of(request())[0]} · drafts 8/10 prediction, 1/3 text"
+
+
+def test_an_instance_that_drafts_shows_the_tokens_of_a_row() -> None:
+    load = LoadReport(pages_total=512, pages_free=512, tokens=90, drafts={"text": (9, 7)})
+    load = msgspec.structs.replace(load, rates=StepRates(tokens_a_row=2.14))
+    drafting = InstanceSnapshot("D0", "decode", "up", "127.0.0.1", 12, "2", load)
+    shown = msgspec.structs.replace(snapshot(), instances=(drafting,))
+    assert cluster_line(shown) == "D0 up idle 0/512 pages ×2.1"
+    assert dict(zip(CLUSTER_COLUMNS, cluster_rows(shown)[0], strict=True))["tokens"] == "90 ×2.1"
 
 
 def test_a_unified_instance_moves_nothing() -> None:

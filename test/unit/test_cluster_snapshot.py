@@ -24,7 +24,7 @@ from chitu.http.fleet.snapshot import (
     Watchers,
     transport_in_use,
 )
-from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, LoadReport, PathLoad, TransferSums
+from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, LoadReport, PathLoad, StepRates, TransferSums
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.types import Role
 
@@ -211,6 +211,8 @@ class Reader:
             del instance["layout"]
             if (load := instance["load"]) is not None:
                 instance["load"] = {name: load[name] for name in LOAD_FIELDS if load[name]}
+                if load["drafts"]:
+                    instance["load"]["tokens_a_row"] = round(load["rates"]["tokens_a_row"], 1)
         assert self.instances == {instance["name"]: instance for instance in fresh["instances"]}
         assert self.requests == {request["room"]: request for request in fresh["requests"]}
 
@@ -228,7 +230,9 @@ def test_who_follows_the_events_knows_what_the_snapshot_says_however_seldom_it_r
         for info in cluster.view.instances:
             if rng.random() < 0.2:
                 running, paths = rng.randrange(3), (PathLoad(1, "shm", rng.randrange(9)),)
-                cluster.reports[info.role, info.engine_rank] = LoadReport(running=running, paths=paths)
+                drafts, rates = rng.choice(({}, {"text": (9, 3)})), StepRates(tokens_a_row=1 + rng.random())
+                load = LoadReport(running=running, paths=paths, drafts=drafts, rates=rates)
+                cluster.reports[info.role, info.engine_rank] = load
         if rng.random() < 0.5 and len(rooms) < 8:
             rooms.append(world.add()[1])
         elif rooms and rng.random() < 0.5:

@@ -60,6 +60,10 @@ NOW_S, END_S = 100.0, 160.0
 OVER = (S.FINISHED, S.FAILED, S.CANCELLED)
 
 
+FAILED_DRAFTS = (("prediction", 4, 3), ("text", 2, 0))
+DRAFTS = (("text", 5, 5),)
+
+
 class World:
     def __init__(self, **config: Any) -> None:
         self.machine = GenerationMachine(RouterConfig(request_timeout_s=END_S - NOW_S, **config))
@@ -349,3 +353,15 @@ def test_the_end_has_the_stages_and_whether_the_reader_knows() -> None:
         world = in_state(S.DECODE)
         *_, ended = world.give(ReaderGone(is_complete))
         assert isinstance(ended, Ended) and not ended.is_news
+
+
+def test_drafts_of_all_attempts_add_up_and_each_record_has_its_own() -> None:
+    world = in_state(S.DECODE)
+    generation = world.generation
+    world.give(Finished(Finish(b"", "error", "transfer_failed", "x", drafts=FAILED_DRAFTS)))
+    world.give(world.chosen(1))
+    world.emit(6)
+    assert generation.drafts == FAILED_DRAFTS
+    world.give(Finished(Finish(b"", "length", drafts=DRAFTS)))
+    assert generation.drafts == (("prediction", 4, 3), ("text", 7, 5))
+    assert [record.drafts for record in generation.ended] == [FAILED_DRAFTS, DRAFTS]

@@ -68,7 +68,7 @@ ROOM = bytes(range(16))
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 LAYOUT = KVLayout.uniform("m", 1, 1, 2, 1, "float32", 8)
-NO_LOAD = {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "rates": {}}
+NO_LOAD = {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "rates": {}, "drafts": {}}
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         TraceLines(Role.DECODE, 1, 7, b"{}\n", 2),
@@ -359,6 +359,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     stages=StageTimes(PrefillTimes(0.5), total_s=2.0),
                     page_sums=b"1234",
                     transfer_sums=TransferSums(2, 1, b"56", b"78"),
+                    drafts=(("text", 9, 3),),
                 )
             ],
             8,
@@ -391,6 +392,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     },
                     b"1234",
                     [2, 1, b"56", b"78"],
+                    [["text", 9, 3]],
                 ]
             ],
             8,

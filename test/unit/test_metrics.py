@@ -17,7 +17,7 @@ from test_router_requests import World, pair
 from chitu.errors import TooManyRequests
 from chitu.http.fleet.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
 from chitu.kv_transfer.page_writer import PathMeter
-from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, pack_i32
+from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, StepRates, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.generation import GenerateRequest
@@ -86,7 +86,7 @@ def full_report() -> MetricsReport:
     metrics = RouterMetrics(stages=stages, breakers={"P0": {"open": 1}})
     balance = BalanceMetrics(wanted={"prefill": 2}, pressure={"prefill": 1.2}, role_changes={"prefill": 1})
     coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1}, balance=balance)
-    load = LoadReport(pages_total=1, pages_free=1, paths=(PathLoad(0, "shm", 1, 8, 0.5),))
+    load = LoadReport(pages_total=1, pages_free=1, paths=(PathLoad(0, "shm", 1, 8, 0.5),), drafts={"text": (5, 3)})
     instances = (instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load))
     return MetricsReport("1.2.3", metrics, coordination, instances)
 
@@ -212,6 +212,24 @@ def histogram(report: MetricsReport, name: str, **labels: str) -> tuple[dict[str
 
 
 # -------------------------------------------------------------------------------------------------------- the instances
+
+
+def test_drafts_count_by_source_and_a_row_has_its_tokens_where_something_decodes() -> None:
+    drafting = LoadReport(drafts={"text": (9, 4), "prediction": (5, 5)}, rates=StepRates(tokens_a_row=1.75))
+    names = {"P0": (Role.PREFILL, LoadReport()), "D0": (Role.DECODE, drafting), "U0": (Role.UNIFIED, LoadReport())}
+    report = report_of(RouterMetrics(), *(instance(name, *given) for name, given in names.items()))
+    found = {
+        (sample.labels["instance"], sample.labels["source"], sample.labels["result"]): sample.value
+        for sample in families(report)["chitu_draft_tokens"].samples
+    }
+    assert found == {
+        ("D0", "prediction", "accepted"): 5,
+        ("D0", "prediction", "rejected"): 0,
+        ("D0", "text", "accepted"): 4,
+        ("D0", "text", "rejected"): 5,
+    }
+    rows = {s.labels["instance"]: s.value for s in families(report)["chitu_decode_tokens_per_row"].samples}
+    assert rows == {"D0": 1.75, "U0": 1.0}
 
 
 def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:

@@ -6,6 +6,7 @@ import random
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal, StepFailed
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.drafts import source_of
 from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
 from chitu.instance.roles import DecodeRole, PrefillRole
@@ -512,6 +514,25 @@ def test_sampling_that_a_step_could_not_take_is_refused(sampling: SamplingParams
     assert instance.finishes[room_of(1)].code == "invalid_request"
 
 
+@pytest.mark.parametrize(
+    ("prediction", "code"),
+    [
+        (b"", ""),
+        (pack_i32([VOCAB, -1]), ""),
+        (bytes(4 * INFO.max_model_len), ""),
+        (b"123", "invalid_request"),
+        (bytes(4 * INFO.max_model_len + 4), "invalid_request"),
+    ],
+    ids=["none", "strange", "longest", "no tokens", "too long"],
+)
+def test_a_prediction_may_be_wrong_but_not_of_another_form(prediction: bytes, code: str) -> None:
+    instance = Instance(8, info=msgspec.structs.replace(INFO, most_drafts=4), draft_source=source_of)
+    request = unified_request(room_of(1), "r", pack_i32([1, 2]), SamplingParams(3))
+    instance.scheduler.submit(msgspec.structs.replace(request, prediction=prediction))
+    instance.run()
+    assert instance.finishes[room_of(1)].code == code
+
+
 def test_lists_at_their_bounds_are_taken() -> None:
     bias = {token: 1.0 for token in range(MAX_LOGIT_BIAS)}
     assert not wrong_sampling(SamplingParams(4, logit_bias=bias), MAX_LOGIT_BIAS)
@@ -544,7 +565,7 @@ def check(load: LoadReport) -> None:
     assert 0 <= load.unannounced <= load.waiting
     assert 0 <= load.landed <= load.transferring
     assert 0 <= load.aux_free <= load.aux_total
-    numbers = set(load.__struct_fields__) - {"suspended", "paths", "rates"}
+    numbers = set(load.__struct_fields__) - {"suspended", "paths", "rates", "drafts"}
     assert min(getattr(load, name) for name in numbers) >= 0
 
 

@@ -117,6 +117,8 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
     table = fields_of(CHAT)
     nested = [
         ("stream_options.", chat_types.ChatCompletionStreamOptionsParam),
+        ("prediction.", chat_types.ChatCompletionPredictionContentParam),
+        ("prediction.content[].", chat_types.ChatCompletionContentPartTextParam),
         ("messages[].content[].", chat_types.ChatCompletionContentPartTextParam),
         ("messages[].tool_calls[].", chat_types.ChatCompletionMessageFunctionToolCallParam),
         ("messages[].tool_calls[].function.", tool_call_params.Function),
@@ -626,7 +628,7 @@ def test_max_tokens_is_not_judged_beside_the_field_that_overrides_it() -> None:
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE])
 def test_of_a_large_body_no_field_but_its_content_may_be_large(route: str) -> None:
-    decoder, content = DECODERS[route], {"prompt", "messages", "tokens"}
+    decoder, content = DECODERS[route], {"prompt", "messages", "tokens", "prediction"}
     fields = [name for name in BODIES[route].__struct_fields__ if name not in content]
     padding = " " * LARGE_BODY_BYTES
     for name in fields:

@@ -16,6 +16,7 @@ from chitu.router.generation import Generation
 from chitu.types import Role
 
 SPAN_S = st.floats(0, 1e4)
+DRAFTS = (("text", 3, 1), ("grammar", 2, 2))
 STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
 
 
@@ -35,7 +36,7 @@ def test_a_request_is_laid_out_over_router_p_and_d() -> None:
     world.clock.advance(2.0)
     world.emit(room, 7)
     world.clock.advance(4.0)
-    world.router.on_tokens(TokenBatch(1, [room], [8], [Finish(room, "length", "", "", 4096, STAGES)]))
+    world.router.on_tokens(TokenBatch(1, [room], [8], [Finish(room, "length", "", "", 4096, STAGES, drafts=DRAFTS)]))
     world.router.flush()
     world.clock.advance(0.5)
     made = spans(world, generation)
@@ -51,6 +52,8 @@ def test_a_request_is_laid_out_over_router_p_and_d() -> None:
     assert (made.start_s, made.end_s, made.error) == (-3.0, 6.5, "")
     assert made.attributes == {"chitu.choices": 1, "chitu.attempts": 1, "gen_ai.usage.output_tokens": 2}
     assert made.parts[-1].parts[3].attributes == {"chitu.kv_bytes": 4096}
+    drafts = {"chitu.drafted_tokens": 5, "chitu.accepted_tokens": 3}
+    assert made.parts[-1].parts[5].attributes == {"gen_ai.usage.output_tokens": 2, **drafts}
 
 
 def test_each_attempt_has_a_span_and_the_failed_ones_their_code() -> None:

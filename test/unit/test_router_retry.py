@@ -134,6 +134,16 @@ def test_every_half_of_every_attempt_has_the_priority() -> None:
         assert [half.head.options.priority for half in world.sent_to(room).values()] == [-3, -3]
 
 
+def test_the_d_of_every_attempt_has_the_prediction() -> None:
+    world, prediction = two_pairs(), pack_i32([5, 6, 7])
+    client = world.add_client(prediction=prediction)
+    for token in (5, 6, 9):
+        halves = world.sent_to(world.room(client.generation)).values()
+        assert [half.prediction for half in halves if hasattr(half, "sampling")] == [prediction]
+        world.emit(world.room(client.generation), token)
+        world.decode_fails(world.room(client.generation), "transfer_failed")
+
+
 def test_a_continuation_is_continued() -> None:
     world = two_pairs()
     client = world.add_client()

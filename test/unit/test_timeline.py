@@ -21,6 +21,7 @@ from chitu.protocol.trace import (
     TraceRestored,
     TraceSend,
     TraceSent,
+    TraceStep,
     TraceWrite,
 )
 from chitu.tracing.timeline import Timeline, TimelineSpan, timeline_of
@@ -112,6 +113,18 @@ def test_clocks_of_machines_need_not_agree(p_zero_s: float, d_zero_s: float, d_l
         "attempt 1: P0 -> D0"
     }
     assert (stages["compute"], stages["writes to D"], stages["KV comes"]) == ("compute", "transfer", "transfer")
+
+
+def test_the_tokens_of_d_are_shown_with_its_drafts() -> None:
+    found, of_d = [], {"request_id": "r", "room": "room", "instance": "D0"}
+    for record in records(p_zero_s=1.0, d_zero_s=1.0):
+        if isinstance(record, TraceEnd) and record.instance == "D0":
+            step = {"index": 0, "last_token": 5, "next_token": 6, "new_pages": (), "ended": "length"}
+            found.append(TraceStep(**of_d, at_s=1.305, **step))
+            record = msgspec.structs.replace(record, drafts=(("prediction", 9, 7), ("text", 2, 0)))
+        found.append(record)
+    tokens = span_of(timeline_of(FoundRecords(found), "r"), "D0", "tokens")
+    assert tokens.text == "1 tokens [6], length, drafts 7/9 prediction, 0/2 text"
 
 
 @pytest.mark.parametrize(("queue_s", "starts_s"), [(0.05, 0.11), (0.005, 0.105)])

@@ -158,5 +158,30 @@ def test_a_p_that_does_not_write_to_a_d_says_so(chat: ChatPage) -> None:
     assert "no writes to D0, D2" in label and "no writes" not in later_label
 
 
+DRAFTING = """async () => {
+    const { Card } = await import("/web/card.js");
+    const { layoutOf } = await import("/web/layout.js");
+    const load = { pages_total: 4096, tokens: 9, tokens_a_row: 2.1 };
+    const instance = { name: "D0", role: "decode", status: "up", host: "h", pid: 1, load };
+    const { form, spots } = layoutOf(700, [instance]);
+    const card = new Card(instance);
+    document.querySelector("#topology").append(card.element);
+    card.place(spots.get("D0"), form, false);
+    card.update(instance, 1234, false);
+    const [status, rate] = [".status", ".rate"].map((name) => card.element.querySelector(name));
+    const seen = [status.textContent, card.element.ariaLabel, status.getBBox(), rate.getBBox()];
+    card.update({ ...instance, load: { pages_total: 4096 } }, 1234, false);
+    seen.push(status.textContent);
+    card.element.remove();
+    return [seen[0], seen[1], seen[2].x + seen[2].width, seen[3].x, seen[4]];
+}"""
+
+
+def test_an_instance_that_drafts_shows_the_tokens_of_a_row(chat: ChatPage) -> None:
+    status, label, status_end, rate_start, later_status = chat.page.evaluate(DRAFTING)
+    assert (status, later_status) == ("up ×2.1", "up") and "2.1 tokens a row" in label
+    assert status_end < rate_start, "the smallest wide card has room for both"
+
+
 def test_the_picture_says_what_moves_kv_and_not_what_was_configured(chat: ChatPage) -> None:
     expect(chat.page.locator("#topology .caption", has_text="KV cache")).to_have_text("KV cache · shm")

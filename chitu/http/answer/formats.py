@@ -14,6 +14,7 @@ from chitu.errors import ChituError
 from chitu.http.answer.proof import Proof
 from chitu.http.answer.token_logprobs import PromptLogprobs
 from chitu.http.messages.call_objects import CallDelta, MessageDelta
+from chitu.protocol.account import OF_PREDICTION, DraftCounts
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n"
@@ -38,8 +39,19 @@ class CachedTokensReply(msgspec.Struct):
     cached_tokens: int
 
 
-class ReasoningTokensReply(msgspec.Struct):
+class OutputTokensReply(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens drafted from the request's `prediction` that are in the answer. Present, as is the next one, if the
+    request has one and D reported the end of each choice."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Those that are not. They are no completion tokens."""
+
+
+class DraftsReply(msgspec.Struct):
+    drafted: int
+    accepted: int
+    """Tokens of these that are in the answer."""
 
 
 class UsageReply(msgspec.Struct, frozen=True):
@@ -47,7 +59,9 @@ class UsageReply(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokensReply
-    completion_tokens_details: ReasoningTokensReply
+    completion_tokens_details: OutputTokensReply
+    speculation: dict[str, DraftsReply] | msgspec.UnsetType = msgspec.UNSET
+    """By source of the drafts; present if any token was drafted."""
 
 
 class UsageCount(msgspec.Struct, frozen=True):
@@ -57,11 +71,24 @@ class UsageCount(msgspec.Struct, frozen=True):
     """Prompt tokens that were cached."""
     reasoning_tokens: int = 0
     """Completion tokens that are reasoning."""
+    drafts: DraftCounts = ()
+    counts_prediction: bool = False
+    """Whether the request has a prediction, and all its drafts are known."""
+
+    @property
+    def speculation(self) -> dict[str, DraftsReply] | msgspec.UnsetType:
+        """What was drafted, by source."""
+        found = {source: DraftsReply(drafted, accepted) for source, drafted, accepted in self.drafts}
+        return found or msgspec.UNSET
 
     def reply(self) -> UsageReply:
-        cached, reasoning = CachedTokensReply(self.cached_tokens), ReasoningTokensReply(self.reasoning_tokens)
-        total_tokens = self.prompt_tokens + self.completion_tokens
-        return UsageReply(self.prompt_tokens, self.completion_tokens, total_tokens, cached, reasoning)
+        total_tokens, speculation = self.prompt_tokens + self.completion_tokens, self.speculation
+        cached, output = CachedTokensReply(self.cached_tokens), OutputTokensReply(self.reasoning_tokens)
+        if self.counts_prediction:
+            found = speculation.get(OF_PREDICTION) if speculation else None
+            output.accepted_prediction_tokens = found.accepted if found else 0
+            output.rejected_prediction_tokens = found.drafted - found.accepted if found else 0
+        return UsageReply(self.prompt_tokens, self.completion_tokens, total_tokens, cached, output, speculation)
 
 
 class Delta(msgspec.Struct):

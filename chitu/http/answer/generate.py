@@ -45,7 +45,7 @@ from chitu.http.wire.exchange import JSON, Exchange, HotRoute
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_PRIORITY, SamplingParams, prompt_lines, unpack_i32
-from chitu.protocol.account import Moments
+from chitu.protocol.account import Moments, total_drafts
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
@@ -293,6 +293,7 @@ class GenerationRoutes:
                     *(prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=parsed.timeout_s,
                     options=parsed.asked,
+                    prediction=parsed.prediction,
                     slo=parsed.slo,
                     tenant=running.tenant,
                 )
@@ -356,7 +357,9 @@ class GenerationRoutes:
         for choice in choices:
             completion_tokens += choice.decoder.num_tokens
             reasoning_tokens += choice.decoder.num_reasoning_tokens
-        return UsageCount(prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens)
+        drafts = total_drafts([choice.generation.drafts for choice in choices])
+        counts_prediction = all([choice.generation.counts_prediction for choice in choices])
+        return UsageCount(prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens, drafts, counts_prediction)
 
     def _moments(self, running: RunningAnswer) -> Moments:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())

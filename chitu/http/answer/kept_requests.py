@@ -437,6 +437,7 @@ class KeptRequests:
             stop_ids=self._model.ends_of(parsed.samplings[0]),
             timeout_s=record.left_s,
             options=parsed.asked,
+            prediction=parsed.prediction,
             slo=parsed.slo,
             tenant=record.tenant,
         )
@@ -484,7 +485,7 @@ class KeptRequests:
             reader.tokens += tokens
             if each.parsed.options.logprobs is not None:
                 reader.logprobs += logprobs
-            reader.finish, reader.cached_tokens = source.finish, source.cached_tokens
+            _copy_end(source, reader)
         if each.decoder.finish_reason is not None:
             self._router.cancel(source, is_complete=True)
         else:
@@ -550,8 +551,12 @@ class KeptRequests:
     def _copy(self, source: Generation, reader: Generation) -> None:
         reader.tokens = list(source.taken)
         reader.logprobs = list(source.kept_logprobs or ())
-        reader.finish, reader.cached_tokens = source.finish, source.cached_tokens
+        _copy_end(source, reader)
         reader.wake()
+
+
+def _copy_end(source: Generation, reader: Generation) -> None:
+    reader.finish, reader.cached_tokens, reader.drafts = source.finish, source.cached_tokens, source.drafts
 
 
 def _logprobs_of(generation: Generation) -> list[bytes]:

@@ -103,7 +103,13 @@ def _of_stage(stage: str, record: RequestSnapshot) -> Attributes:
         return {"chitu.cached_tokens": record.cached_tokens}
     if stage == "transfer":
         return {"chitu.kv_bytes": record.kv_bytes}
-    return {"gen_ai.usage.output_tokens": record.output_tokens} if stage == "decode" else {}
+    if stage != "decode":
+        return {}
+    drafts: Attributes = {}
+    if record.drafts:
+        drafts["chitu.drafted_tokens"] = sum([drafted for _, drafted, _ in record.drafts])
+        drafts["chitu.accepted_tokens"] = sum([accepted for _, _, accepted in record.drafts])
+    return {"gen_ai.usage.output_tokens": record.output_tokens, **drafts}
 
 
 def _of_attempt(choice: int, record: RequestSnapshot) -> Attributes:

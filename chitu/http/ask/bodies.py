@@ -140,6 +140,29 @@ _Choices = Annotated[
 GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 
 
+Speculation = Annotated[
+    Literal["auto", "off"] | None,
+    note(
+        "`off`: no tokens are drafted ahead for this request; `auto` (default): as `scheduler.speculation` says. The "
+        "tokens are the same"
+    ),
+]
+
+
+class PredictionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Annotated[Literal["text"], note("`text`")]
+    text: str
+    prompt_cache_breakpoint: Without = msgspec.UNSET
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Annotated[Literal["content"], note("`content`")]
+    content: Annotated[
+        str | Annotated[list[PredictionPart], msgspec.Meta(max_length=MAX_PARTS)],
+        note("text, or up to 4096 parts of one text"),
+    ]
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: Annotated[bool | None, note("a last event with the usage")] = None
     continuous_usage_stats: Annotated[bool | None, note("every event has the usage of its choice so far")] = None
@@ -342,6 +365,16 @@ class GenerationBody(Body, kw_only=True):
         note("up to 256 characters: prompts share cached pages only if it is equal"),
     ] = None
     cache_prompt: Annotated[bool | None, note("false: uses no cached pages and leaves none; default true")] = None
+    prediction: Annotated[
+        Prediction | None,
+        note(
+            "text that the answer may have, as a file that comes back with few changes: tokens are drafted from it, so "
+            "a right one makes the answer faster and none changes it; at most as many tokens as the context. With "
+            "every other field"
+        ),
+        CONTENT,
+    ] = None
+    speculation: Speculation = None
 
 
 # ---------------------------------------------------------------------------------------------------------- completions

@@ -155,6 +155,5 @@ OF_CHATS: tuple[Row, ...] = (
 UNUSED: tuple[Row, ...] = (
     ("num_ctx", "the context is that of the server"),
     ("keep_alive", "the model stays loaded"),
-    ("prediction", "the tokens are the same without it"),
 )
 """Fields without effect of other servers: the tokens do not depend on them."""

@@ -26,6 +26,7 @@ from chitu.http.ask.chat import (
 )
 from chitu.http.ask.grammar_fields import format_of
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
+from chitu.http.ask.prediction import prediction_of
 from chitu.http.ask.prompts import prompts_of
 from chitu.http.ask.sampling import DEFAULT_COMPLETION_TOKENS, AskedAnswer, Rules
 from chitu.http.ask.served_model import ModelLimits, ServedModel
@@ -159,9 +160,12 @@ class BodyParser:
         return ParsedRequest(
             *(prompts, asked.samplings, asked.options),
             asked=RequestOptions(
-                cache_salt=None if body.cache_prompt is False else body.cache_salt or "", priority=body.priority or 0
+                cache_salt=None if body.cache_prompt is False else body.cache_salt or "",
+                priority=body.priority or 0,
+                is_drafted=body.speculation != "off",
             ),
             slo=NO_SLO if body.slo is None else SLO(body.slo.ttft_s, body.slo.tpot_s),
+            prediction=prediction_of(body.prediction, self.model, asked.limits),
             is_chat=is_chat,
             warnings=warnings,
             grammar_param=asked.grammar_param,

@@ -89,6 +89,8 @@ class ParsedRequest(msgspec.Struct):
     asked: RequestOptions = RequestOptions()
     """What its instances are told beside tokens and sampling."""
     slo: SLO = NO_SLO
+    prediction: bytes = b""
+    """Tokens that each choice may have, packed little-endian int32."""
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
     is_chat: bool = True

@@ -20,7 +20,8 @@ LOAD_FIELDS = (
     *("waiting", "transferring", "running", "retracted", "steps", "tokens", "bytes_moved", "suspended"),
     *("pages_total", "pages_used", "pages_quarantined", "pages_cached"),
 )
-"""What an event says of a load: what the page shows, where it is not zero."""
+"""What an event says of a load: what the page shows, where it is not zero; where tokens are drafted, `tokens_a_row`,
+too."""
 FIXED_FIELDS = tuple(field for field in InstanceSnapshot.__struct_fields__ if field not in ("load", "layout"))
 
 
@@ -61,6 +62,8 @@ class ChangeLog:
         entry.seen, report = instance, instance.load
         fixed = tuple([getattr(instance, field) for field in FIXED_FIELDS])
         load = None if report is None else {name: value for name in LOAD_FIELDS if (value := getattr(report, name))}
+        if report is not None and load is not None and report.drafts:
+            load["tokens_a_row"] = round(report.rates.tokens_a_row, 1)
         if load == entry.load and fixed == entry.fixed:
             return
         if fixed != entry.fixed:

@@ -294,6 +294,17 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     suspended = ((labels, len(load.suspended)) for labels, load in loads)
     text = "D to which P writes nothing until a failed write is fenced"
     yield from gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
+    drafts = (
+        ((*labels, source, result), number)
+        for labels, load in loads
+        for source, (drafted, accepted) in sorted(load.drafts.items())
+        for result, number in (("accepted", accepted), ("rejected", drafted - accepted))
+    )
+    text = "Tokens that were drafted ahead; the accepted ones are in answers"
+    yield from counter("chitu_draft_tokens", text, drafts, (*PER_INSTANCE, "source", "result"))
+    per_row = ((labels, load.rates.tokens_a_row) for labels, load in loads if labels[0] != Role.PREFILL)
+    text = "Tokens that a step of late gave to a request that decodes: 1 without drafts"
+    yield from gauge("chitu_decode_tokens_per_row", text, per_row, PER_INSTANCE)
     paths = [(name, instance_name(Role.DECODE, path.decode), path) for (_, name), load in loads for path in load.paths]
     for name, text, field in (
         ("chitu_path_bytes", "Bytes that P wrote to D", "bytes"),

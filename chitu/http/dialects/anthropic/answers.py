@@ -9,7 +9,16 @@ from typing import Any, Literal
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import COMMENT, AnswerHead, Delta, FinishedChoice, ItemsFormat, UsageCount, to_json
+from chitu.http.answer.formats import (
+    COMMENT,
+    AnswerHead,
+    Delta,
+    DraftsReply,
+    FinishedChoice,
+    ItemsFormat,
+    UsageCount,
+    to_json,
+)
 from chitu.http.answer.proof import Proof
 from chitu.http.dialects.anthropic.errors import error_json
 from chitu.http.messages.call_objects import CallDelta
@@ -38,6 +47,8 @@ class MessagesUsageReply(msgspec.Struct):
     """Prompt tokens that were cached."""
     output_tokens: int
     output_tokens_details: ThinkingTokensReply
+    speculation: dict[str, DraftsReply] | msgspec.UnsetType = msgspec.UNSET
+    """As of a chat."""
 
 
 class MessagesReply(msgspec.Struct):
@@ -171,6 +182,7 @@ def _usage(usage: UsageCount) -> MessagesUsageReply:
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
         output_tokens_details=ThinkingTokensReply(usage.reasoning_tokens),
+        speculation=usage.speculation,
     )
 
 

@@ -19,6 +19,7 @@ from chitu.http.ask.bodies import (
     Body,
     CallId,
     ObjectText,
+    Speculation,
     StopText,
     Temperature,
     TemplateKwargs,
@@ -257,3 +258,4 @@ class MessagesBody(CountTokensBody, kw_only=True):
     return_token_ids: Annotated[
         bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
     ] = None
+    speculation: Speculation = None

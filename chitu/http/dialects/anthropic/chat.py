@@ -97,7 +97,7 @@ def chat_of_messages(
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.cache_salt = body.cache_salt
         chat.return_proof, chat.return_receipt = body.return_proof or body.return_token_ids, body.return_receipt
-        chat.return_token_ids = body.return_token_ids
+        chat.return_token_ids, chat.speculation = body.return_token_ids, body.speculation
     return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, (), message_places, TOO_LONG))
 
 

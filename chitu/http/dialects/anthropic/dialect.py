@@ -36,6 +36,7 @@ UNSERVED: Unserved = (
             ("metadata", ""),
             ("service_tier", "there is only one"),
             ("diagnostics", ""),
+            ("prediction", "chat has it, and the tokens are the same without it"),
             *UNUSED,
         ),
     ),

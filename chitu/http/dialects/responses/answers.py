@@ -16,9 +16,10 @@ from chitu.http.answer.formats import (
     AnswerHead,
     CachedTokensReply,
     Delta,
+    DraftsReply,
     FinishedChoice,
     ItemsFormat,
-    ReasoningTokensReply,
+    OutputTokensReply,
     UsageCount,
     to_json,
 )
@@ -49,8 +50,10 @@ class ResponsesUsageReply(msgspec.Struct):
     input_tokens: int
     input_tokens_details: CachedTokensReply
     output_tokens: int
-    output_tokens_details: ReasoningTokensReply
+    output_tokens_details: OutputTokensReply
     total_tokens: int
+    speculation: dict[str, DraftsReply] | msgspec.UnsetType = msgspec.UNSET
+    """As of a chat."""
 
 
 class ResponsesError(msgspec.Struct):
@@ -164,6 +167,7 @@ class ResponsesFormat(ItemsFormat):
             told.completion_tokens,
             told.completion_tokens_details,
             told.total_tokens,
+            told.speculation,
         )
         return whole
 

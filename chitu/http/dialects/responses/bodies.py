@@ -25,6 +25,7 @@ from chitu.http.ask.bodies import (
     Parameters,
     RoleText,
     SentBack,
+    Speculation,
     Temperature,
     TemplateKwargs,
     TokenCount,
@@ -333,3 +334,4 @@ class ResponsesBody(Body, kw_only=True):
     return_token_ids: Annotated[
         bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
     ] = None
+    speculation: Speculation = None

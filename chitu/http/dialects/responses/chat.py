@@ -74,6 +74,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_proof=body.return_proof or body.return_token_ids,
         return_receipt=body.return_receipt,
         return_token_ids=body.return_token_ids,
+        speculation=body.speculation,
     )
     places = [tool.place for tool in offered.by_name.values()]
     return Translation(chat, FieldNames(_NAMES, places, (), custom_places, message_places), enforced)

@@ -28,6 +28,7 @@ UNSERVED: Unserved = (
             ("prompt_cache_options", ""),
             ("stream_options", "nothing is padded"),
             ("client_metadata", ""),
+            ("prediction", "chat has it, and the tokens are the same without it"),
             *UNUSED,
         ),
     ),

@@ -92,7 +92,7 @@ export class Card {
     // A narrow card has no room for both; a rate only matters while the instance is up.
     const word = state === "becoming" ? `→ ${instance.becomes}` : state;
     const wordInRate = this.isNarrow && word !== "up";
-    setText(this.status, this.isNarrow ? "" : word);
+    setText(this.status, this.isNarrow ? "" : `${word}${load?.tokens_a_row ? ` ×${load.tokens_a_row}` : ""}`);
     const hasRoom = this.name.length + word.length <= NARROW_LETTERS;
     setText(this.rateNumber, wordInRate ? (hasRoom ? word : "") : shortCount(rate, this.isNarrow ? 3 : 4));
     setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
@@ -164,6 +164,7 @@ export function describe(instance, rate) {
     `pages ${count(usedPages(load))} of ${count(load.pages_total ?? 0)}, quarantined ${load.pages_quarantined ?? 0}`,
     `${count(load.steps ?? 0)} steps`,
   ];
+  if (load.tokens_a_row) parts.push(`${load.tokens_a_row} tokens a row, with drafts`);
   if (load.suspended?.length) parts.push(`no writes to ${load.suspended.map((rank) => `D${rank}`).join(", ")}`);
   if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
   return parts.join(" · ");

@@ -37,6 +37,11 @@ export class RequestTable {
   }
 }
 
+/** "drafts 8/10 prediction, 3/9 text": accepted of drafted tokens. */
+function draftsText(drafts) {
+  return `drafts ${drafts.map(([source, drafted, accepted]) => `${accepted}/${drafted} ${source}`).join(", ")}`;
+}
+
 class Row {
   #cells = {};
   #isFinal = false;
@@ -79,6 +84,7 @@ class Row {
     setText(pairCell, pair(request));
     setText(prompt, count(request.prompt_tokens));
     setText(output, count(request.output_tokens));
+    if (request.drafts) setAttributes(output, { title: draftsText(request.drafts) });
     setText(kv, request.kv_bytes > 0 ? bytes(request.kv_bytes) : UNKNOWN);
     const parts = stagesOf(request, nowS);
     drawStageBar(this.bar, parts);
