@@ -1,6 +1,7 @@
-"""The engine alone against `transformers` generate, on CPU: prefill and decode of a small Qwen3 with random weights.
+"""The engine alone against `transformers` generate, on CPU: prefill and decode of a small Qwen3 with random weights, or
+of the model that is given.
 
-    python -m benchmark.engine [--threads 2] [--rounds 5] [--ops native|torch]
+    python -m benchmark.engine [--threads 2] [--rounds 5] [--ops native|torch] [--model MODEL]
 
 Both engines are measured in turn within each round, so a busy machine slows both; the ratio is the median over rounds.
 The engine runs through `ModelRunner.execute` with chunked prefill and the default scheduler limits, as a unified
@@ -30,7 +31,9 @@ from chitu.models.config import Code, model_hash, read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
+from chitu.tools.verify.run import Transformers
 
 PAGE_SIZE = 16
 NUM_SLOTS = 16
@@ -79,6 +82,7 @@ class OwnEngine:
     def __init__(self, folder: Path, ops: str) -> None:
         code: Code = "transformers" if ops == "transformers" else "own"
         spec = read_model_spec(folder, code=code)
+        self.vocab_size = spec.vocab_size
         layout = KVLayout(model_hash(folder), PAGE_SIZE, "float32", spec.vocab_size, spec.groups)
         self._pages_each = MAX_MODEL_LEN // PAGE_SIZE
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)
@@ -163,7 +167,7 @@ def measure(own: OwnEngine, model: Any, rounds: int) -> list[list[object]]:
     rows: list[list[object]] = []
     for name, batch, length, steps, seconds_per_token in cases:
         generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(8192, (batch, length), generator=generator)
+        prompts = torch.randint(own.vocab_size, (batch, length), generator=generator)
         own.run(prompts[:, :64], 2)
         run_transformers(model, prompts[:, :64], 2)
         ours, theirs, equal = [], [], True
@@ -183,11 +187,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ops", choices=("native", "torch", "transformers"), default="native")
     parser.add_argument("--out", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP} (default: a random Qwen3 of 34 M)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
-        model = write_model(Path(name))
-        own = OwnEngine(Path(name), arguments.ops)
+        folder = arguments.model or Path(name)
+        model = Transformers(str(folder)).model if arguments.model else write_model(folder)
+        own = OwnEngine(folder, arguments.ops)
         rows = measure(own, model, arguments.rounds)
     columns = [
         "case",
