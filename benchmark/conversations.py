@@ -1,6 +1,6 @@
 """Gain of the prefix cache in a conversation, and its cost if it never hits.
 
-    python -m benchmark.conversations [--model DIR]
+    python -m benchmark.conversations [--model MODEL]
 
 A unified instance, 1P1D and 2P2D run at once, and 1P1D also with a disk cache that brings answers back from D to P.
 Each round a conversation of eight turns grows to some 2000 tokens on each of them, one request at a time, streamed: the

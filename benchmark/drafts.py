@@ -29,11 +29,11 @@ from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.pool import KVPool
-from chitu.launch.model_source import find_model
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.model import Model
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import KVLayout, RequestHead, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PAGE_SIZE = 16
@@ -135,14 +135,14 @@ def prompts_of(tokenizer: object, text: str, count: int) -> list[bytes]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", type=model_folder, default="smollm2", help=MODEL_HELP)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folder = Path(find_model(options.model, may_download=True, say=print).path)
+    folder = options.model
     spec, tokenizer = read_model_spec(folder), AutoTokenizer.from_pretrained(folder)
     model = load_model(folder, "float32")
     served = [Served(folder, model, spec, max(options.batches), most) for most in (0, MAX_DRAFT_TOKENS)]

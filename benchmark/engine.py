@@ -1,6 +1,7 @@
-"""The engine alone against `transformers` generate, on CPU: prefill and decode of a small Qwen3 with random weights.
+"""The engine alone against `transformers` generate, on CPU: prefill and decode of a small Qwen3 with random weights, or
+of the model that is given.
 
-    python -m benchmark.engine [--threads 2] [--rounds 5] [--ops native|torch]
+    python -m benchmark.engine [--threads 2] [--rounds 5] [--ops native|torch] [--model MODEL]
 
 Both engines are measured in turn within each round, so a busy machine slows both; the ratio is the median over rounds.
 The engine runs through `ModelRunner.execute` with chunked prefill and the default scheduler limits, as a unified
@@ -31,7 +32,9 @@ from chitu.models.layers import DecoderModel
 from chitu.ops.interface import Ops
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
+from chitu.tools.verify.run import Transformers
 
 PAGE_SIZE = 16
 NUM_SLOTS = 16
@@ -91,6 +94,7 @@ class OwnEngine:
         spec = read_model_spec(folder, code=code)
         layout = KVLayout(model_hash(folder), PAGE_SIZE, dtype, spec.vocab_size, spec.groups)
         self._pages_each = max_model_len // PAGE_SIZE
+        self.vocab_size = spec.vocab_size
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)
         model = load_model(folder, dtype, ops=ops, code=code)
         self.ops_name = model.ops.name if isinstance(model, DecoderModel) else "modules of transformers"
@@ -186,7 +190,7 @@ def measure(own: OwnEngine, model: Any, rounds: int) -> list[list[object]]:
     rows: list[list[object]] = []
     for name, batch, length, steps, seconds_per_token in cases:
         generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(8192, (batch, length), generator=generator)
+        prompts = torch.randint(own.vocab_size, (batch, length), generator=generator)
         own.run(prompts[:, :64], 2)
         run_transformers(model, prompts[:, :64], 2)
         ours, theirs, equal = [], [], True
@@ -206,12 +210,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ops", choices=("native", "torch", "transformers"), default="native")
     parser.add_argument("--out", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP} (default: a random Qwen3 of 34 M)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
-        model = write_model(Path(name))
+        folder = arguments.model or Path(name)
+        model = Transformers(str(folder)).model if arguments.model else write_model(folder)
         code: Code = "transformers" if arguments.ops == "transformers" else "own"
-        own = OwnEngine(Path(name), TorchOps() if arguments.ops == "torch" else None, code)
+        own = OwnEngine(folder, TorchOps() if arguments.ops == "torch" else None, code)
         rows = measure(own, model, arguments.rounds)
     columns = [
         "case",

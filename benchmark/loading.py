@@ -1,11 +1,11 @@
 """Time and peak memory of loading a checkpoint, as it is published in 16 bits and in block FP8.
 
-    python -m benchmark.loading [--gib 4] [--forms bf16 fp8] [--dtype bfloat16]
+    python -m benchmark.loading [--gib 4] [--forms bf16 fp8] [--dtype bfloat16] [--model MODEL]
 
 Writes random Qwen3 checkpoints of the same layers, without transformers, and loads each in a process of its own with
-the operations that keep weights as they are. `--gib`: of the model in 16 bits. The peak is that of the process over its
-memory before, less the model: what loading needs besides its result. Exits with code 1 if that is more than one staging
-buffer, one piece that is dequantised and 64 MiB of the allocator.
+the operations that keep weights as they are; or loads the model that is given. `--gib`: of the model in 16 bits. The
+peak is that of the process over its memory before, less the model: what loading needs besides its result. Exits with
+code 1 if that is more than one staging buffer, one piece that is dequantised and 64 MiB of the allocator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from chitu.models.checkpoint import count_weights
+from chitu.models.config import read_model_spec, weight_files
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 
 HIDDEN, INNER, VOCABULARY, BLOCK = 4096, 12288, 32768, 128
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 1024 + 3 * HIDDEN * INNER
@@ -94,12 +98,31 @@ def write(folder: Path, num_layers: int, is_fp8: bool) -> int:
     return end
 
 
+def load(folder: Path, dtype: str) -> bool:
+    """Load a checkpoint and print what it took. Return whether it took no more memory than is right."""
+    stored = sum(file.stat().st_size for file in weight_files(folder))
+    command = [sys.executable, "-c", LOAD, str(folder), dtype]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    peak, after, seconds, cpu = map(float, found.stdout.split())
+    result = count_weights(folder, read_model_spec(folder).quantization) * (4 if dtype == "float32" else 2)
+    beside = peak - result
+    print(
+        f"  loaded in {seconds:.1f} s ({cpu:.1f} s of CPU, {stored / seconds / 2**30:.2f} GiB/s of the file); the "
+        f"model has {result / 2**30:.2f} GiB, the process then {after / 2**30:.2f}, its peak is "
+        f"{peak / 2**30:.2f}: {beside / MIB:.0f} MiB besides"
+    )
+    return beside < 96 * MIB
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--forms", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP}, in place of random ones")
     options = parser.parse_args()
+    if options.model:
+        return 0 if load(options.model, options.dtype) else 1
     num_layers = max(1, round((options.gib * 2**29 - VOCABULARY * HIDDEN) / LAYER))
     is_right = True
     for form in options.forms:
@@ -107,23 +130,7 @@ def main() -> int:
             began = time.perf_counter()
             stored = write(Path(name), num_layers, form == "fp8")
             print(f"{form}: {stored / 2**30:.2f} GiB of weights, written in {time.perf_counter() - began:.0f} s")
-            found = subprocess.run(
-                [sys.executable, "-c", LOAD, name, options.dtype],
-                capture_output=True,
-                text=True,
-                check=True,
-                env=os.environ,
-            )
-        peak, after, seconds, cpu = map(float, found.stdout.split())
-        numbers = num_layers * LAYER + VOCABULARY * HIDDEN
-        result = numbers * (4 if options.dtype == "float32" else 2)
-        beside = peak - result
-        is_right &= beside < 96 * MIB
-        print(
-            f"  loaded in {seconds:.1f} s ({cpu:.1f} s of CPU, {stored / seconds / 2**30:.2f} GiB/s of the file); the "
-            f"model has {result / 2**30:.2f} GiB, the process then {after / 2**30:.2f}, its peak is "
-            f"{peak / 2**30:.2f}: {beside / MIB:.0f} MiB besides"
-        )
+            is_right &= load(Path(name), options.dtype)
     return 0 if is_right else 1
 
 

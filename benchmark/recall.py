@@ -1,6 +1,6 @@
 """Recall of a fact from a long list, through 1P1D and 2P3D, against `transformers`; then with one broken KV page.
 
-    python -m benchmark.recall [--model DIR] [--prompts 500] [--tokens 2048] [--zero-page 5]
+    python -m benchmark.recall [--model MODEL] [--prompts 500] [--tokens 2048] [--zero-page 5]
 
 The noise of a random model would hide a wrong KV cache; chitu-tiny's answers are right or visibly wrong. All answers
 are greedy, in float32, to the same token ids. Exits with code 1 unless transformers and both topologies answer 99 % of
@@ -36,6 +36,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 from chitu.launch.router_client import RouterClient
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PASS_RATE = 0.99
@@ -184,7 +185,9 @@ def _complete(client: RouterClient, prompt: list[int]) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=TINY_MODEL_DIR, help="checkpoint folder (default: chitu-tiny)")
+    parser.add_argument(
+        "--model", type=model_folder, default=TINY_MODEL_DIR, help=f"{MODEL_HELP} (default: chitu-tiny)"
+    )
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=2048, help="maximum number of tokens of a prompt")
     parser.add_argument("--zero-page", type=int, default=5, help=f"the broken page of {PAGE_SIZE} tokens")

@@ -38,6 +38,7 @@ from typing import cast
 import uvloop
 from support.router_process import RouterUnderTest, cpu_seconds
 
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PROMPT_CHARS = 400
@@ -227,7 +228,7 @@ async def compare(routers: Sequence[RouterUnderTest], model: str, args: argparse
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.router", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", help="checkpoint folder (config.json and tokenizer); default: a small one is made")
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP}, for its tokenizer (default: one is made)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens per request")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each row")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(args.model) if args.model else _small_model(Path(folder))
+        model = args.model or _small_model(Path(folder))
         overrides = (f"dp_config.router.policy={args.policy}", "model.served_name=bench")
         any_model = ("--step-s", str(args.step_ms / 1e3), "--vocab-size", str(1 << 20))
         if args.beside is not None:

@@ -1,6 +1,6 @@
 """Cost of `verify_kv`: the checksum beside memcpy and CRC-32, and 1P1D with it off, sampled and on all KV.
 
-    python -m benchmark.verify_kv [--model DIR]
+    python -m benchmark.verify_kv [--model MODEL]
 
 First one thread over the same scattered pages (K and V of all layers): a copy of each page with one call, CRC-32 of
 each page with one call, and the checksum, in turn; CPU time of the thread, so that other work does not count. Then

@@ -118,7 +118,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     either = command.add_mutually_exclusive_group()
     either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
     _add_router(command, either)
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder of the reference (default: the cluster's)")
+    command.add_argument("--model", metavar="DIR", help="folder or GGUF file of the reference (default: the cluster's)")
     command.add_argument("--reference", metavar="URL", help="a running undivided engine, instead of starting one")
     command.add_argument("--device", default="cpu", help="device of the reference that is started (default: cpu)")
     command.add_argument("--no-transformers", action="store_true", help="do not use transformers as second reference")
@@ -148,7 +148,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
     )
     source = command.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
+    source.add_argument("--model", metavar="DIR", help="folder or GGUF file of an undivided engine that is started")
     command.add_argument(
         "--adapter", metavar="DIR", action="append", default=[], help="LoRA adapter of that engine (repeatable)"
     )

@@ -235,6 +235,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             concurrency=arguments.concurrency,
             max_tokens=arguments.max_tokens,
             timeout_s=arguments.timeout,
+            entries=arguments.entries,
         )
         report = verify(options, say)
     except ChituError as error:  # exit code 1 would mean that answers are wrong
@@ -262,6 +263,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             concurrency=arguments.concurrency,
             timeout_s=arguments.timeout,
+            entries=arguments.entries,
         )
         results = replay_receipts(options, saved, say)
     except ChituError as error:  # exit code 1 would mean that tokens differ

@@ -22,20 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
 from chitu.process.logs import StdoutLog
 from chitu.process.progress import Progress
+from chitu.protocol.first_prompt import first_prompt
 from chitu.tokenizer.chat_template import has_chat_template
 from chitu.types import Role
 
-TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
-"""A question that the embedded model can answer."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-QUESTION = "What is the capital of France?"
-"""A first question to a model with a chat template."""
-BEGINNING = "Once upon a time"
-"""A first prompt for any other."""
 
 
 class PlainDisplay:
@@ -161,13 +155,12 @@ def greeting(
             f"\nthe router of {name!r} listens at {url} with {', '.join(names) or 'no instance'}{logs}\n"
             f"requests are answered with 503 until these join:\n\n{commands}\n\nCtrl-C ends it."
         )
-    if name == TINY_MODEL_NAME:
-        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
-    elif has_chat_template(Path(os.path.expanduser(model.path))):
-        question = f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]'
+    first = first_prompt(name, has_chat_template(Path(os.path.expanduser(model.path))))
+    if first.is_chat:
+        question = f'"messages": [{{"role": "user", "content": "{first.text}"}}]'
         path, asked = "chat/completions", f'"temperature": 0, {question}'
     else:
-        path, asked = "completions", f'"prompt": "{BEGINNING}"'
+        path, asked = "completions", f'"prompt": "{first.text}"'
     return (
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}{logs}\n\n"
         f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"

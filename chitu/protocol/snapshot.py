@@ -13,6 +13,7 @@ import msgspec
 
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.cluster import KVLayout, LoadReport
+from chitu.protocol.first_prompt import FirstPrompt
 
 InstanceStatus = Literal["up", "draining", "down"]
 """`down`: the topology has it, the cluster view does not (not yet, or its lease ended)."""
@@ -57,6 +58,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     requests: tuple[RequestSnapshot, ...]
     """Requests that the reader may see (of an API key: those of its tenant), oldest first: the last ones that ended,
     and those that run. All other numbers are of the whole cluster."""
+    first_prompt: FirstPrompt
+    """What a user may ask this model first."""
     advice: str = ""
     """What the balancer would change, and why, and an instance that is slow (`router.balance`); empty if nothing is
     due."""

@@ -157,7 +157,10 @@ class ChatTerminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives `input` its line editing and history)
         self._note(f"{self._conversation.options.model} at {self._client.url}; /help shows the commands")
-        self._note_cluster(self._snapshot())
+        if (snapshot := self._snapshot()) is not None:
+            self._note(cluster_line(snapshot))
+            if snapshot.first_prompt.is_chat:
+                self._note(f"for example: {snapshot.first_prompt.text}")
         was_interrupted = False
         while True:
             try:
@@ -256,7 +259,7 @@ class ChatTerminal:
         request = find_request(snapshot, answer.request_id)
         for line in trace_lines(request) if request is not None else ():
             self._note(line)
-        self._note_cluster(snapshot)
+        self._note(cluster_line(snapshot))
 
     def _snapshot(self) -> ClusterSnapshot | None:
         try:
@@ -264,10 +267,6 @@ class ChatTerminal:
         except ChituError as error:
             self._note(f"no status: {error.message}")
             return None
-
-    def _note_cluster(self, snapshot: ClusterSnapshot | None) -> None:
-        if snapshot is not None:
-            self._note(cluster_line(snapshot))
 
     def _note(self, text: str) -> None:
         self._notes.print(text, style="dim", markup=False, soft_wrap=True)

@@ -8,16 +8,14 @@ pair that served it, the bytes moved, and the times.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.errors import ChituError, Internal
-from chitu.launch.display import BEGINNING, QUESTION, chitu_command
+from chitu.launch.display import chitu_command
 from chitu.launch.host import HostProcesses
 from chitu.launch.packaged_models import PACKAGED
 from chitu.launch.router_client import Answer, RouterClient
-from chitu.tokenizer.chat_template import has_chat_template
 from chitu.tools.chat import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
 from chitu.tools.trace import find_request, trace_lines
 
@@ -40,7 +38,7 @@ def first_completion(cluster: HostProcesses, *, must_be_right: bool = False) -> 
         if model == TINY_MODEL_NAME:
             _recall(client, model, must_be_right)
         else:
-            _continue(client, model, has_chat_template(Path(cluster.topology.model.path)))
+            _continue(client, model)
     except ChituError as error:
         raise Internal(f"the first completion failed: {error.code}: {error.message}") from error
 
@@ -59,15 +57,16 @@ def _recall(client: RouterClient, model: str, must_be_right: bool) -> None:
         raise Internal(f"{model} answered {answer.text!r} where {example.value} is right")
 
 
-def _continue(client: RouterClient, model: str, is_chat: bool) -> None:
+def _continue(client: RouterClient, model: str) -> None:
     body: dict[str, Any]
-    if is_chat:
-        path, shown, body = CHAT_PATH, ("question", "answer"), {"messages": [{"role": "user", "content": QUESTION}]}
+    first = client.cluster().first_prompt
+    if first.is_chat:
+        path, shown, body = CHAT_PATH, ("question", "answer"), {"messages": [{"role": "user", "content": first.text}]}
     else:
-        path, shown, body = COMPLETION_PATH, ("prompt", "completion"), {"prompt": BEGINNING}
+        path, shown, body = COMPLETION_PATH, ("prompt", "completion"), {"prompt": first.text}
     answer = _ask(client, path, model, {**body, "max_tokens": MAX_TOKENS})
-    for name, text in zip(shown, (QUESTION if is_chat else BEGINNING, answer.text), strict=True):
-        _tell(name, printable(text) if is_chat else repr(text))
+    for name, text in zip(shown, (first.text, answer.text), strict=True):
+        _tell(name, printable(text) if first.is_chat else repr(text))
     _tell_trace(client, answer)
 
 

@@ -14,9 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nursery import FORKED
 from support.gguf_files import convert
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.cli.commands import run
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.model_source import find_model
+from chitu.launch.router_client import RouterClient
 
 REPOSITORY, COMMIT = "acme/Tiny-0.1B", "a" * 40
 NOBODY = "http://127.0.0.1:9"
@@ -164,6 +170,25 @@ def test_a_gguf_file_is_served_with_the_answers_of_its_checkpoint(home: Path, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chitu serves 'My Tiny' with P0, D0" in done.stderr
     assert "I only know lists of facts" in done.stdout, "what the embedded model answers to other prompts"
+
+
+def test_a_receipt_of_a_gguf_file_is_replayed_by_its_cluster_and_by_the_file(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cluster is verified, too."""
+    file = convert(TINY_MODEL_DIR, tmp_path / "tiny.gguf", "Q8_0")
+    settings = [f"model.path={find_model(str(file), False, print).path}", "cache.num_pages=1000"]
+    body = {"prompt": "The red fox has number 4827.", "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    body |= {"return_proof": True, "return_receipt": True}
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        _, answer = RouterClient(cluster.url).post("/v1/completions", body, 60)
+        (tmp_path / "answer.json").write_bytes(answer)
+        replay = ["replay", str(tmp_path / "answer.json")]
+        assert run([*replay, "--url", cluster.url]) == 0, capsys.readouterr()
+        verify = ["verify", cluster.url, "--model", str(file), "--no-transformers"]
+        assert run(verify, FORKED) == 0, capsys.readouterr()
+    assert run([*replay, "--model", str(file)], FORKED) == 0, capsys.readouterr()
 
 
 def test_what_is_no_model_is_told_from_a_gguf_file(home: Path, tmp_path: Path) -> None:

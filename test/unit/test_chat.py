@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from chitu.errors import ConfigError, DecodeLost, Internal
 from chitu.http.answer.formats import DONE, AnswerFormat, AnswerHead, Delta, UsageCount
@@ -19,9 +22,11 @@ from chitu.launch.router_client import Answer, AnswerReader, RouterClient, Usage
 from chitu.net.client import EventParser
 from chitu.protocol import LoadReport, StepRates
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
+from chitu.protocol.first_prompt import first_prompt
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.tools.chat import (
     ChatOptions,
+    ChatTerminal,
     Conversation,
     is_right,
     printable,
@@ -132,7 +137,7 @@ def request(**fields: Any) -> RequestSnapshot:
     return RequestSnapshot(**{**values, **fields})
 
 
-def snapshot(*requests: RequestSnapshot) -> ClusterSnapshot:
+def snapshot(*requests: RequestSnapshot, has_template: bool = True) -> ClusterSnapshot:
     busy = LoadReport(waiting=3, pages_total=512, pages_free=472, tokens=2024, bytes_moved=2_516_582)
     idle = LoadReport(pages_total=512, pages_free=512)
     return ClusterSnapshot(
@@ -150,6 +155,7 @@ def snapshot(*requests: RequestSnapshot) -> ClusterSnapshot:
             InstanceSnapshot("D1", "decode", "down", "127.0.0.1", 0, "", None),
         ),
         requests=requests,
+        first_prompt=first_prompt("m", has_template),
     )
 
 
@@ -304,6 +310,19 @@ def test_an_example_fits_the_context() -> None:
 def test_a_short_list_is_shown_whole() -> None:
     prompt = "The red fox has number 1. The blue cat opens door 2. Which door does the blue cat open?"
     assert shortened(prompt) == prompt
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_question_is_suggested_if_the_model_can_chat(has_template: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    client = SimpleNamespace(url="http://a:1", cluster=lambda: snapshot(has_template=has_template))
+    notes = io.StringIO()
+    terminal = ChatTerminal(cast(Any, client), Conversation(ChatOptions("m")), io.StringIO(), Console(file=notes))
+    assert terminal.converse() == 0
+    assert ("for example: What is the capital of France?" in notes.getvalue()) is has_template
 
 
 def test_an_answer_cannot_command_the_terminal() -> None:

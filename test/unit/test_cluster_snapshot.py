@@ -93,8 +93,10 @@ class Cluster:
         )
 
 
-def source_of(cluster: Cluster, clock: FakeClock) -> SnapshotSource:
-    model = SimpleNamespace(name="m", limits=lambda candidates: None)
+def source_of(cluster: Cluster, clock: FakeClock, template: str = "") -> SnapshotSource:
+    model = SimpleNamespace(
+        name="m", limits=lambda candidates: None, tokenizer=SimpleNamespace(template_source=template)
+    )
     return SnapshotSource(Topology(), cast(Any, model), cluster.world.router, cast(Any, cluster), clock, "0")
 
 
@@ -110,6 +112,16 @@ def test_a_tenant_sees_its_own_requests_and_the_operator_all() -> None:
 def test_without_api_keys_requests_have_no_tenant_and_everybody_sees_them() -> None:
     encoded = asyncio.run(source_of(Cluster(""), FakeClock()).fresh(None))
     assert len(msgspec.json.decode(encoded, type=ClusterSnapshot).requests) == 2 and b"tenant" not in encoded
+
+
+def test_a_first_prompt_fits_the_model() -> None:
+    for template, prompt in (
+        ("{{ messages }}", ("What is the capital of France?", True)),
+        ("", ("Once upon a time", False)),
+    ):
+        encoded = asyncio.run(source_of(Cluster(), FakeClock(), template).fresh(None))
+        first = msgspec.json.decode(encoded, type=ClusterSnapshot).first_prompt
+        assert (first.text, first.is_chat) == prompt
 
 
 def test_streams_of_a_tenant_cost_one_encoding_and_all_streams_one_record_in_each_interval() -> None:

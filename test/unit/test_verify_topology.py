@@ -20,6 +20,7 @@ from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.protocol import LEAST_NOISE, LOGPROB_CAPS, KVLayout, logprob_limit
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.cluster import FP8_E4M3, ITEM_BYTES
+from chitu.protocol.first_prompt import first_prompt
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.tools.verify.parity import (
     DRAW_NOISE,
@@ -274,7 +275,7 @@ def instance(name: str, status: str = "up", layout: KVLayout | None = LAYOUT) ->
 
 
 def snapshot(*instances: InstanceSnapshot) -> ClusterSnapshot:
-    return ClusterSnapshot("m", "1", 512, 16, "shm", 0.0, "1", 0, instances, ())
+    return ClusterSnapshot("m", "1", 512, 16, "shm", 0.0, "1", 0, instances, (), first_prompt("m", True))
 
 
 def asked_of(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> CheckedRequest:

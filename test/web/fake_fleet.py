@@ -46,6 +46,7 @@ class FakeFleet:
         self.rng = random.Random(seed)
         self.time_s = 1000.0
         self.advice, self.model = "", "Qwen3-32B"
+        self.first_prompt = {"text": "What is the capital of France?", "is_chat": True}
         names = [f"P{rank}" for rank in range(num_prefill)] + [f"D{rank}" for rank in range(num_decode)]
         self.instances: dict[str, dict[str, Any]] = {name: self._instance(name) for name in names}
         self.requests: list[dict[str, Any]] = []
@@ -119,6 +120,7 @@ class FakeFleet:
                 **{"model": self.model, "version": "0.1.0", "max_model_len": 32768, "page_size": 16},
                 **{"transport": "mooncake", "time_s": self.time_s, "router_incarnation": "1", "advice": self.advice},
                 "in_flight": sum(one["ended_at_s"] is None for one in self.requests),
+                "first_prompt": self.first_prompt,
                 "is_whole": is_whole,
                 "instances": [self.instances[name] for name in changed],
                 **{"requests": self.requests, "workers": []},

@@ -228,10 +228,21 @@ def test_who_comes_first_is_told_what_to_press(open_fleet: Any) -> None:
     page = open_fleet(fleet, "phone")
     starts = page.page.locator("#welcome [data-press]")
     expect(starts.first).to_be_hidden()
+    suggested = page.page.locator("#first-prompt")
+    for text, is_chat in (("What is the capital of France?", True), ("Once upon a time", False)):
+        fleet.first_prompt = {"text": text, "is_chat": is_chat}
+        feed(page, fleet)
+        expect(suggested).to_have_text(text)
+        suggested.locator("button").click()
+        expect(page.prompt).to_have_value(text)
+        expect(page.page.locator("#mode-chat")).to_be_checked(checked=is_chat)
+    page.prompt.fill("")
+    page.use_mode("chat")
     fleet.model = "chitu-tiny"
     feed(page, fleet)
     assert starts.all_text_contents() == ["Example", "5 at once"]
     expect(starts.last).to_be_visible()
+    expect(suggested).to_be_hidden()
     starts.last.click()
     expect(page.messages).to_contain_text("5 examples at once: 0 of 5 right")  # a fleet answers nothing
     expect(page.page.locator("[data-press]:visible")).to_have_count(0)

@@ -24,6 +24,7 @@ from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.first_prompt import first_prompt
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus
 from chitu.router.attempts import KEPT_RECORDS
 from chitu.types import Role, instance_name, place_of
@@ -77,6 +78,7 @@ class SnapshotSource:
     ) -> None:
         self._topology = topology
         self._model = model
+        self._first_prompt = first_prompt(model.name, bool(model.tokenizer.template_source))
         self._router = router
         self._cluster = cluster
         self._clock = clock
@@ -170,6 +172,7 @@ class SnapshotSource:
             in_flight=record.in_flight,
             instances=(),
             requests=_requests(record, tenant),
+            first_prompt=self._first_prompt,
             advice=balance.advice if balance is not None else "",
         )
 

@@ -1,6 +1,6 @@
 """How fast an engine is, as one JSON file for `chitu size`: what running instances measure of their own steps.
 
-    chitu bench profile OUT.json [TOPOLOGY.yaml] [a.b=c] [--model DIR]      # starts 1P1D, or the topology given
+    chitu bench profile OUT.json [TOPOLOGY.yaml] [a.b=c] [--model MODEL]     # starts 1P1D, or the topology given
     chitu bench profile OUT.json --url http://HOST:21003                    # of a running cluster, under its own load
 
 Instances fit a line to the times of their steps (`instance/pace.py`) and report it with every heartbeat. So a cluster
@@ -26,17 +26,19 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
-from chitu.launch.model_source import find_model
 from chitu.launch.router_calls import credential
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.simulation.cluster import SimulatedCluster
 from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, write_profile
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import commit, machine
 from chitu.tools.bench.token_times import token_times_s
 
 ROUNDS = 3
+GROUP_S = 8.0
+"""About the longest time in which the prompts of a group are computed. A request may wait longer (`max_queue_s`)."""
 SINGLES = 8
 """Single requests that measure the time of messages."""
 FEW_STEPS = 32
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="chitu bench profile", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("topology", nargs="*", help="a file or a packaged topology, and dotted overrides")
-    parser.add_argument("--model", help="checkpoint folder, overrides model.path")
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP}; overrides model.path")
     parser.add_argument("--url", help="a running cluster, in place of starting one")
     parser.add_argument("--name", default="", help="name of model and device in the file")
     arguments = parser.parse_intermixed_args(argv)
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         overrides = [word for word in arguments.topology if "=" in word]
         overrides += ["model.served_name=m", "dp_config.router.port=0", "cache.prefix_cache=false"]
         if arguments.model:
-            overrides.append(f"model.path={find_model(arguments.model, False, print).path}")
+            overrides.append(f"model.path={arguments.model}")
         topology = load_topology(names[0] if names else None, overrides)
         with LocalCluster(topology) as cluster:
             cluster.wait_ready()
@@ -81,14 +83,22 @@ def measure(url: str, topology: Topology, name: str = "") -> EngineProfile:
 
 
 def run_load(url: str, most_running: int, most_tokens: int) -> None:
-    """Send groups of requests, from one to as many as run at once, with prompts of all lengths."""
+    """Send groups of requests, from one to as many as run at once, with prompts of all lengths; on slow machines a
+    large group has short prompts alone, or is left out."""
     rng = random.Random(7)
     lengths = [length for length in (16, 64, 256, 512, 1024, 2048) if length + 80 <= most_tokens]
     groups = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= most_running]
+    tokens_per_s = 0.0
     with ThreadPoolExecutor(max(groups)) as clients:
         for _, count in itertools.product(range(ROUNDS), groups):
-            prompts = [[rng.randrange(10, 500) for _ in range(rng.choice(lengths))] for _ in range(count)]
-            list(clients.map(lambda prompt: token_times_s(url, prompt, 48), prompts))
+            some = [length for length in lengths if count * length <= tokens_per_s * GROUP_S]
+            if count == 1:
+                some = some or lengths[:1]
+            elif not some:
+                continue
+            prompts = [[rng.randrange(10, 500) for _ in range(rng.choice(some))] for _ in range(count)]
+            times_s = list(clients.map(lambda prompt: token_times_s(url, prompt, 48), prompts))
+            tokens_per_s = max(tokens_per_s, sum(map(len, prompts)) / max(times[0] for times in times_s))
 
 
 def profile_of(cluster: ClusterSnapshot, topology: Topology, name: str = "") -> EngineProfile:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from chitu.net.client import Server, events_of
 from chitu.net.control_groups import usable_cores
+from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR
 from chitu.tools.make_model import make_model
 
@@ -32,7 +33,7 @@ class Comparison:
 def comparison(description: str, rounds: int) -> Iterator[Comparison]:
     """Read the command line. A model is made if none is given, and lives as long as the context."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", type=Path, default=None, help="checkpoint folder; a random 34 M Qwen3 where unset")
+    parser.add_argument("--model", type=model_folder, help=f"{MODEL_HELP} (default: a random Qwen3 of 34 M)")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)

@@ -1,6 +1,6 @@
 """Time to first token of 1P1D divided by that of one unified instance, in one interleaved run.
 
-    python -m chitu.tools.bench.ttft [--model DIR]
+    python -m chitu.tools.bench.ttft [--model MODEL]
 
 Both clusters run at once. Streamed requests go to them in turn, one at a time, with different prompts of 512 and 2048
 tokens. 1P1D adds the hand-over: two messages, the logits row, a wake-up of D.

@@ -4,6 +4,7 @@
 import { ApiError } from "./api.js";
 import { Burst } from "./burst.js";
 import { AssistantMessage, userMessage } from "./message.js";
+import { setText } from "./svg.js";
 
 const EXAMPLE_TOKENS = 600;
 /** So near to the end of the log new text scrolls it along, in pixels. */
@@ -21,6 +22,8 @@ export class Chat {
   /** Answers whose trace is still open or may be looked at: AssistantMessage or Burst. */
   #traced = [];
   #modelName = null;
+  /** What this model may be asked first, see `chitu/protocol/first_prompt.py`. */
+  #firstPrompt = null;
 
   /** @param ui elements by name, see main.js */
   constructor(api, ui) {
@@ -45,12 +48,16 @@ export class Chat {
     });
     ui.clear.addEventListener("click", () => this.#clear());
     for (const button of ui.examples) button.addEventListener("click", () => this.#offerExample());
+    ui.first.addEventListener("click", () => this.#offer(this.#firstPrompt.text, this.#firstPrompt.is_chat));
     for (const button of ui.bursts) button.addEventListener("click", () => this.#runBurst());
   }
 
-  /** The traces of answers; the name that requests must give. */
+  /** The traces of answers; the name that requests must give, and a first one. */
   observe(snapshot) {
     this.#modelName = snapshot.model;
+    this.#firstPrompt = snapshot.first_prompt;
+    setText(this.#ui.first.firstElementChild, snapshot.first_prompt.text);
+    this.#ui.first.hidden = false;
     for (const answer of this.#traced) answer.trace(snapshot);
   }
 
@@ -152,7 +159,7 @@ export class Chat {
   // ---------------------------------------------------------------------------------------------------------- examples
 
   async #offerExample() {
-    const { prompt, modeChat, note } = this.#ui;
+    const { note } = this.#ui;
     note.textContent = "";
     try {
       this.#example = await this.#api.example(EXAMPLE_TOKENS);
@@ -161,8 +168,14 @@ export class Chat {
       return;
     }
     // The model learned to answer in the form of a chat.
-    modeChat.checked = true;
-    prompt.value = this.#example.prompt;
+    this.#offer(this.#example.prompt, true);
+  }
+
+  /** Puts a text into the prompt box, for the user to send. */
+  #offer(text, isChat) {
+    const { prompt, modeChat, modeCompletion } = this.#ui;
+    (isChat ? modeChat : modeCompletion).checked = true;
+    prompt.value = text;
     prompt.focus();
     prompt.setSelectionRange(prompt.value.length, prompt.value.length);
     prompt.scrollTop = prompt.scrollHeight;

@@ -32,11 +32,13 @@ const chat = new Chat(api, {
   bursts: [...document.querySelectorAll('[data-press="burst"]')],
   note: byId("composer-note"),
   modeChat: byId("mode-chat"),
+  modeCompletion: byId("mode-completion"),
   maxTokens: byId("max-tokens"),
   temperature: byId("temperature"),
   settings: byId("settings"),
   log: byId("messages"),
   welcome: byId("welcome"),
+  first: byId("first-prompt"),
 });
 const topology = new Topology(byId("topology"), rates, (text) => {
   const line = text ?? POINT_HINT;
