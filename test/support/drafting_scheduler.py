@@ -42,5 +42,5 @@ def drafts_of(_most: int, most_rows: int, vocab_size: int) -> Drafts:
 
 
 if __name__ == "__main__":
-    core.Drafts = drafts_of  # type: ignore[attr-defined]
+    vars(core)["Drafts"] = drafts_of
     end_process(main())
