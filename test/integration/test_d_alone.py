@@ -22,7 +22,8 @@ from chitu.tools.make_model import make_model
 
 PAGE_SIZE = 16
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-SETTINGS = ["model.served_name=m", "scheduler.threads=1", "cache.num_pages=200"]
+SETTINGS = ["model.served_name=m", "scheduler.threads=1", "cache.num_pages=200", "scheduler.speculation=off"]
+"""With drafts the streams of a small model, which repeats itself, are over before P has computed beside them."""
 TPOT_S = 5.0
 """So long that D may compute everything, however slow the machine is."""
 ALONE = f"dp_config.router.slo.tpot_s={TPOT_S}"
