@@ -42,5 +42,5 @@ def drafts_of(_most: int, most_rows: int, vocab_size: int) -> Drafts:
 
 
 if __name__ == "__main__":
-    core.Drafts = drafts_of  # type: ignore[attr-defined]
+    core.Drafts = drafts_of  # type: ignore[assignment, attr-defined]
     end_process(main())
