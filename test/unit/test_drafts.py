@@ -213,6 +213,34 @@ def test_drafts_take_no_page_from_the_cache_and_retract_nobody() -> None:
         assert load.evictions <= max(0, kept + needed - num_pages), "only what the answers themselves needed"
 
 
+def test_a_draft_evicts_nothing_though_it_would_fit() -> None:
+    instance = Instance(12, info=DRAFTING, draft_source=right)
+    ask(instance, 0, prompt_of(9, 33), 1)
+    instance.run()
+    assert instance.scheduler.load.pages_cached == 8
+    ask(instance, 1, prompt_of(1, 3), 40)
+    while len(instance.tokens.get(room_of(1), ())) < 2:
+        instance.scheduler.step()
+    assert instance.executor.steps > 1 and len(instance.tokens[room_of(1)]) > 4, "it drafted nothing"
+    assert not instance.scheduler.load.evictions
+    instance.run()
+    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 3), 40, INFO.vocab_size)
+
+
+def test_the_kv_of_the_newest_token_is_not_cached_at_a_border_of_pages() -> None:
+    """It may be that of a draft which was wrong."""
+    for count in range(4, 12):
+        instance = Instance(32, info=DRAFTING, draft_source=right)
+        prompt = prompt_of(1, 6)
+        ask(instance, 1, prompt, count)
+        instance.run()
+        longer = [*prompt, *instance.tokens[room_of(1)], 77, 78]
+        ask(instance, 2, longer, 9)
+        instance.run()
+        assert instance.tokens[room_of(2)] == expected_tokens(longer, 9, INFO.vocab_size)
+        assert instance.cached[room_of(2)] == (6 + count - 1) // PAGE_SIZE * PAGE_SIZE
+
+
 def test_a_model_that_takes_no_drafts_gets_none() -> None:
     instance = Instance(32)
     assert not Drafts(min(12, INFO.most_drafts), 8, 1000).is_on

@@ -41,6 +41,10 @@ def check(instance: Instance) -> None:
         assert step.pages <= held, "a page is free while a launched, unread step has its slot"
         assert not step.slots & set(slots._free), "a slot is free while a launched step has it"
         assert not step.aux_slots & set(instance.aux._free), "an aux slot is free while a launched step has it"
+    if not late.unread:
+        for sequence in instance.scheduler._sequences.queue(SequenceState.RUNNING):
+            assert sequence.kv_len == sequence.prompt_len + len(sequence.emitted) - 1
+            assert sequence.launched == len(sequence.emitted)
     load = instance.scheduler.load
     pinned = {page for room in cache._rooms.values() for page in room.pinned}
     assert load.pages_free + load.pages_cached == load.pages_total - len(held | pinned)
