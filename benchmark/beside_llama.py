@@ -6,8 +6,8 @@ PYTHON is one that has the package `llama-cpp-python`; it computes in a child pr
 of 1 and of 16 sequences (prompts of 128 tokens), and a prompt of 512 tokens, each from tokens to the most likely next
 ones, in CPU time. Both take turns, some steps at a time, and medians count, so that other work on the machine slows
 both. The first round is the warm-up. The engine keeps weights as `chitu serve` does; `--also` measures it once more
-with weights widened to float32, or in bfloat16. Exits with code 1 if there is no llama.cpp, with the reason, or if the
-two begin to continue a short text differently.
+with weights widened to float32, or in bfloat16. Exits with code 1 and the reason if there is no llama.cpp, or behind
+the table if the two begin to continue a short text differently.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from benchmark.engine import OwnEngine
 from chitu.errors import ConfigError
 from chitu.launch.gguf_folder import first_files
-from chitu.launch.model_source import find_model
 from chitu.models.config import read_model_spec
 from chitu.ops.native import NativeOps, load_library
 from chitu.tokenizer import Tokenizer
+from chitu.tools.bench.model_argument import model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 LLAMA = "llama.cpp"
@@ -212,14 +212,13 @@ def why_different(llama: Llama, own: Side, tokenizer: Tokenizer) -> str:
     prompt, same = llama.tokenize(TEXT), tokenizer.encode(TEXT)
     if prompt != same:
         return f"the tokens of {TEXT!r} are {prompt} for llama.cpp and {same} for chitu"
-    texts = [tokenizer.decode(continued(side, prompt)) for side in (llama, own)]
-    print(f"{TEXT!r} goes on with {texts[0]!r}")
-    return "" if texts[0] == texts[1] else f"with llama.cpp; with chitu it goes on with {texts[1]!r}"
+    theirs, ours = (tokenizer.decode(continued(side, prompt)) for side in (llama, own))
+    return "" if theirs == ours else f"{TEXT!r} goes on with {theirs!r} by llama.cpp and with {ours!r} by chitu"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", type=model_folder, default="smollm2", help="of a GGUF file")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--also", nargs="+", choices=("float32", "bfloat16"), default=[])
@@ -227,15 +226,13 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     try:
-        folder = Path(find_model(options.model, True, print).path)
+        folder = options.model
         files = first_files(sorted(folder.glob("*.gguf")))
         if len(files) != 1:
             raise ConfigError(f"{folder} is not made of a GGUF file")
         with Llama(options.python, files[0]) as llama:
             forms = {form: Own(folder, form) for form in ("kept", *options.also)}
-            if why := why_different(llama, forms["kept"], Tokenizer.load(folder)):
-                print(why)
-                return 1
+            why = why_different(llama, forms["kept"], Tokenizer.load(folder))
             rows = rows_of({LLAMA: llama, **forms}, read_model_spec(folder).vocab_size, options.rounds)
     except (Absent, ConfigError) as error:
         print(f"nothing to compare with: {error}")
@@ -243,7 +240,8 @@ def main() -> int:
     columns = ["CPU time, one thread", "aim", f"llama.cpp ({llama.version}) ms"]
     columns += [word for form in forms for word in (f"chitu, {form} ms", "times as fast")]
     publish("beside_llama", columns, rows, options.out)
-    return 0
+    print(why or f"both continue {TEXT!r} alike")
+    return 1 if why else 0
 
 
 if __name__ == "__main__":
