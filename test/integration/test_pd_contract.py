@@ -180,7 +180,10 @@ def test_the_openai_client_completes_and_streams_the_same_text(client: openai.Op
     whole = client.completions.create(**options)  # type: ignore[call-overload]
     chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    usages = [
+        answer.usage.model_dump(exclude={"speculation"}) for answer in (chunks[-1], whole)
+    ]  # that depends on time
+    assert usages[0] == usages[1]
     assert whole.usage.completion_tokens == 24 or whole.choices[0].finish_reason == "stop"
 
 

@@ -63,6 +63,7 @@ class Answer:
         self.usage = record.get("usage") or self.usage
         self.proof = record.get("chitu") or self.proof
         self.usage.pop("prompt_tokens_details", None)  # a second attempt may find what the first one cached
+        self.usage.pop("speculation", None)  # depends on how long steps take
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Answer) and {**vars(self), "proof": other.proof} == vars(other)
