@@ -7,6 +7,7 @@ works in Rust without the GIL and counts its work, so a hostile grammar ends wit
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -102,8 +103,8 @@ class Matcher:
                 self._error = _in_one_line(self._matcher.get_error())
             elif not bits.any():
                 self._error = "no token of the model is allowed next"
-            elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * len(self._tokens):
-                self._error = f"it took {self._spent_s:.1f} s of processor time for {len(self._tokens)} tokens"
+            else:
+                self._bound_cost()
         if self._error:
             raise InvalidRequest(f"the grammar of this request cannot be followed any further: {self._error}")
         return bits
@@ -111,11 +112,28 @@ class Matcher:
     def forced(self) -> list[int]:
         """Return tokens of the only text that may come next, as the tokenizer spells it; none if there is a choice, or
         if the grammar cannot be followed."""
-        return [] if self._error else list(self._matcher.compute_ff_tokens())
+        if self._error:
+            return []
+        start_s = self._clock()
+        tokens = list(self._matcher.compute_ff_tokens())
+        self._spent_s += self._clock() - start_s
+        self._bound_cost()
+        return tokens
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens may come next, one after the other."""
-        return self._matcher.validate_tokens(list(tokens)) if tokens and not self._error else 0
+        """Return how many of these tokens may come next, one after the other; 0 if the grammar cannot be followed."""
+        known = list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+        if not known or self._error:
+            return 0
+        start_s = self._clock()
+        count = self._matcher.validate_tokens(known)
+        self._spent_s += self._clock() - start_s
+        self._bound_cost()
+        return count
+
+    def _bound_cost(self) -> None:
+        if self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * len(self._tokens):
+            self._error = f"it took {self._spent_s:.1f} s of processor time for {len(self._tokens)} tokens"
 
     def _bits(self) -> npt.NDArray[np.uint32]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
@@ -141,6 +159,11 @@ class CompiledGrammar:
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of an answer."""
         return Matcher(self._template.deep_copy(), self._vocab_size, renew=self._renewed)
+
+    def guessing_matcher(self) -> Matcher:
+        """Return one whose answer goes on without it: where it meets a limit, it allows nothing any more, and nothing
+        is compiled again for it."""
+        return Matcher(self._template.deep_copy(), self._vocab_size)
 
     def _renewed(self) -> LLMatcher:
         self._template = self._compile_again()

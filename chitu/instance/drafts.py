@@ -84,7 +84,7 @@ def source_of(sequence: Sequence) -> DraftSource:
         source = FirstOf(PredictionDrafts(sequence.prediction, sequence.client_prompt_len), source)
     grammar = sequence.output.grammar
     if grammar is not None:
-        source = GrammarDrafts(grammar.matcher(), source, sequence.client_prompt_len)
+        source = GrammarDrafts(grammar.guessing_matcher(), source, sequence.client_prompt_len)
     return source
 
 
@@ -127,7 +127,7 @@ class Drafts:
         if not self._planned:
             return {}
         self._num_choices += 1
-        lengths = self._lengths(decoding, self._planned, rates if measured >= PRICED_STEPS else StepRates())
+        lengths = self.lengths(decoding, self._planned, rates if measured >= PRICED_STEPS else StepRates())
         return {
             sequence: list(self._planned[sequence].tokens[:length]) for sequence, length in lengths.items() if length
         }
@@ -146,7 +146,7 @@ class Drafts:
                 return Proposal(tokens[:place], name, sureness)
         return Proposal(tokens[:most], name, sureness)
 
-    def _lengths(
+    def lengths(
         self, decoding: Collection[Sequence], guesses: dict[Sequence, Proposal], rates: StepRates
     ) -> dict[Sequence, int]:
         """Return how many tokens of each guess pay."""

@@ -2,7 +2,8 @@
 property in a JSON object. And another source's guesses, as far as the grammar allows them.
 
 A grammar forces bytes, not tokens: the model may spell them by other tokens than the tokenizer would. So a forced text
-is a guess like any other. The matcher here is one of the request's own, beside the one that masks its draws.
+is a guess like any other. The matcher here is one of the request's own, beside the one that masks its draws. Where it
+meets a limit of time or memory, it allows nothing any more: the request goes on without drafts.
 """
 
 from __future__ import annotations

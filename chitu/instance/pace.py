@@ -102,10 +102,9 @@ class StepPace:
         None for any other."""
         if not chunks:
             self._skipped += 1
-            is_new = drafted and self.drafted_steps < FEW
-            if (
-                not is_new and self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4)
-            ) or not decoding:
+            is_rare = drafted and self.drafted_steps < FEW
+            is_due = is_rare or self._skipped > DECODE_SAMPLES * (1 if self._decode.count < FEW else 4)
+            if not is_due or not decoding:
                 return None
             self._skipped = 0
         tokens = sum([length for _, _, length in chunks])

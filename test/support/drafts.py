@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from chitu.engine.executor import MAX_DRAFT
 from chitu.instance.draft_source import DraftSource, Proposal
 from chitu.instance.drafts import Drafts
 from chitu.instance.sequences import Sequence as SequenceOfInstance
+from chitu.protocol import StepRates
 
 
 class AllDrafts(Drafts):
@@ -23,8 +24,13 @@ class AllDrafts(Drafts):
     ) -> None:
         super().__init__(MAX_DRAFT, most_rows + MAX_DRAFT, vocab_size, source)
 
-    def _lengths(self, decoding, guesses, rates):  # type: ignore[no-untyped-def]
-        free, lengths = self._most_rows - len(decoding), {}
+    def lengths(
+        self,
+        decoding: Collection[SequenceOfInstance],
+        guesses: dict[SequenceOfInstance, Proposal],
+        rates: StepRates,
+    ) -> dict[SequenceOfInstance, int]:
+        free, lengths = self._most_rows - len(decoding), dict[SequenceOfInstance, int]()
         for sequence, guess in guesses.items():
             lengths[sequence] = min(free, len(guess.tokens))
             free -= lengths[sequence]

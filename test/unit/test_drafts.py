@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 import msgspec
@@ -12,14 +13,19 @@ from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
 from support.executors import expected_tokens
 from support.requests import unified_request, with_options
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.engine.executor import StepPlan, StepResult
 from chitu.errors import Internal
+from chitu.grammars import GrammarCompiler
+from chitu.grammars.compiler import CompiledGrammar, Matcher
 from chitu.instance.draft_source import Proposal
 from chitu.instance.drafts import EXPLORE, PRICED_STEPS, Drafts, source_of
+from chitu.instance.grammar_drafts import GrammarDrafts
 from chitu.instance.prediction_drafts import FOUND_AGAIN, PredictionDrafts
 from chitu.instance.sequences import Sequence, SequenceTimes
 from chitu.instance.text_drafts import LEAST, LONGEST, MOST_PLACES, TextDrafts
-from chitu.protocol import RequestHead, SamplingParams, StepRates, pack_i32
+from chitu.protocol import Grammar, RequestHead, SamplingParams, StepRates, pack_i32
+from chitu.tokenizer import Tokenizer
 
 DRAFTING = msgspec.structs.replace(INFO, most_drafts=15)
 small_texts = st.lists(st.integers(0, 3), min_size=1, max_size=400)
@@ -99,9 +105,6 @@ def test_bytes_across_two_tokens_are_no_place() -> None:
     assert not source.propose(3).tokens
 
 
-# ------------------------------------------------------------------------------------------------------------ the price
-
-
 class Fixed:
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
@@ -110,6 +113,63 @@ class Fixed:
 
     def propose(self, most: int) -> Proposal:
         return Proposal(self._tokens[:most], "fixed")
+
+
+# ---------------------------------------------------------------------------------------------------------- the grammar
+
+NAMED = Grammar("json_schema", '{"type":"object","properties":{"name":{"type":"string"}},"required":["name"]}')
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(TINY_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def named(tokenizer: Tokenizer) -> CompiledGrammar:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(NAMED)
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> array[int]:
+    return array("i", tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_grammar_guesses_what_it_forces_and_cuts_other_guesses(named: CompiledGrammar, tokenizer: Tokenizer) -> None:
+    right = encoded(tokenizer, 'name": "x')
+    for inner, source in ((Fixed([]), "grammar"), (Fixed([*right]), "fixed"), (Fixed([right[0], 9999]), "grammar")):
+        guesses = GrammarDrafts(named.guessing_matcher(), inner, prompt_len=2)
+        guesses.take(array("i", [1, 2]) + encoded(tokenizer, '{"'))
+        guess = guesses.propose(15)
+        assert guess.source == source and guess.tokens
+        assert list(guess.tokens) == list(right[: len(guess.tokens)])
+
+
+@pytest.mark.parametrize("strange", [-1, 1 << 30], ids=["negative", "huge"])
+def test_ids_that_no_model_has_are_cut_and_harm_no_grammar(
+    named: CompiledGrammar, tokenizer: Tokenizer, strange: int
+) -> None:
+    guesses = GrammarDrafts(named.guessing_matcher(), Fixed([strange, 5]), prompt_len=0)
+    for token in encoded(tokenizer, '{"'):
+        guesses.propose(15)
+        guesses.take(array("i", [token]))
+    assert guesses.propose(15).source == "grammar"
+
+
+def test_a_grammar_whose_guesses_cost_too_much_or_that_is_left_guesses_no_more(
+    named: CompiledGrammar, tokenizer: Tokenizer
+) -> None:
+    left = GrammarDrafts(named.guessing_matcher(), Fixed([5, 6]), prompt_len=0)
+    left.take(encoded(tokenizer, "no object"))
+    ticks = itertools.count()
+    costly = Matcher(named.guessing_matcher()._matcher, tokenizer.vocab_size, clock=lambda: 1.0 * next(ticks))
+    dear = GrammarDrafts(costly, Fixed([]), prompt_len=0)
+    dear.take(encoded(tokenizer, '{"'))
+    dear.propose(15)
+    for guesses in (left, dear):
+        assert not guesses.propose(15).tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ the price
 
 
 def decoding(count: int, max_tokens: int = 100) -> list[Sequence]:

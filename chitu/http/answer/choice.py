@@ -346,8 +346,12 @@ def append_events(
             if events[at]:
                 reasoning = min(choice.num_shown, decoder.num_reasoning_tokens)
                 usage = UsageCount(
-                    *(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning),
-                    *(generation.drafts, generation.counts_prediction),
+                    choice.prompt.num_tokens,
+                    choice.num_shown,
+                    generation.cached_tokens,
+                    reasoning,
+                    generation.drafts,
+                    generation.counts_prediction,
                 )
                 events[at] = form.with_usage(events[at], usage)
     return ending is not None
