@@ -315,6 +315,9 @@ class PDScheduler:
             self._end_unsound(step, result)
         if not self._role.samples and any(chunk.is_last and chunk.sequence.is_open for chunk in step.chunks):
             self._faults.note_sound()
+        if self._executor.info.guesses:
+            for slot, sequence in zip(step.slots, step.sequences, strict=True):
+                sequence.guess = result.drafts.get(slot, [])
         self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(sequences, result.tokens, strict=True)):

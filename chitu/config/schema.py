@@ -131,11 +131,13 @@ class SchedulerConfig(Section, frozen=True):
     """Tokens that D keeps free for the growth of each running request when it admits a new one."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the tokens of the previous one are read. `auto`: on CUDA."""
-    speculation: Literal["auto", "text", "off"] = "auto"
+    speculation: Literal["auto", "text", "mtp", "off"] = "auto"
     """Speculative decoding: draft tokens are computed ahead in the step of a request and kept where they are the tokens
     that are drawn anyway, so no answer changes. `text`: drafts are what followed the newest tokens earlier in the
-    prompt or the answer (prompt lookup), or a request's `prediction`; as many as pay by measured prices. `auto`: `text`
-    on CPUs. Models with recurrent state, or with `cache.window_state`, draft nothing."""
+    prompt or the answer (prompt lookup), or a request's `prediction`; as many as pay by measured prices. `mtp`: a
+    layer of the model guesses a token, too (multi-token prediction, of checkpoints in the form of DeepSeek-V3; on CPUs,
+    with `tp_size` 1). `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft
+    nothing."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=15)] = 12
     """Maximum tokens of a draft."""
     threads: Parallel | None = None

@@ -253,7 +253,6 @@ class SlotTable:
     ) -> tuple[Batch, torch.Tensor]:
         """Return the rows of a forward and their token ids `[T]`. Advances `kv_len` of every sequence in it."""
         spans = self.advance_prefill(prefill)
-        decode_row = sum(span.length for span in spans)
         positions = self.advance_decode(decode)
         if drafts:
             decode, positions = self.with_drafts(decode, positions, drafts)
@@ -262,6 +261,18 @@ class SlotTable:
             decode_states = tuple(self[slot].state_slot for slot in decode)
             if min((*decode_states, *(span.state_slot for span in spans)), default=0) < 0:
                 raise Internal(f"a sequence computes without a state row: {spans}, {decode}")
+        return self.batch_of(spans, decode, positions, decode_states=decode_states)
+
+    def batch_of(
+        self,
+        spans: Sequence[Span],
+        decode: Sequence[int],
+        positions: Sequence[int],
+        first_position: int = 0,
+        decode_states: tuple[int, ...] = (),
+    ) -> tuple[Batch, torch.Tensor]:
+        """Return these spans, and behind them a row for each of `decode`, and the token ids `[T]` at their places."""
+        decode_row = sum(span.length for span in spans)
         rows = host_rows(spans, decode, positions, self.device).to(self.device, non_blocking=True)
         batch = Batch(
             slots_T=rows[0],
@@ -275,6 +286,7 @@ class SlotTable:
             max_decode_len=max(positions, default=-1) + 1,
             decode_states=decode_states,
             adapters=self._adapter_rows(spans, decode, decode_row) if self._adapters else (),
+            first_position=first_position,
         )
         return batch, self.token_ids[rows[0], rows[1]]
 

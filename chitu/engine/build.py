@@ -47,6 +47,7 @@ from chitu.kv_cache.state_row import StateRow
 from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
 from chitu.models.common import build_decoder, part_of
 from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.families import traits_of
 from chitu.models.layers import DecoderModel, Shard
 from chitu.models.lora import load_adapters
@@ -103,16 +104,18 @@ def load_model(
     adapters: Sequence[AdapterSpec] = (),
     window_state: bool = False,
     spec: ModelSpec | None = None,
+    drafts: bool = False,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
-    `read_model_spec`. `window_state` as in `CacheConfig`. `spec`: what the folder, `max_model_len`, `code` and
-    `window_state` give, if it is known. Without `ops`: the fastest implementation for this device and dtype. Raises
-    ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spec`: what the
+    folder and these options give, if it is known. Without `ops`: the fastest implementation for this device and dtype.
+    Raises ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
+        spec = with_draft_layer(spec, drafts)
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
@@ -228,6 +231,7 @@ def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
     path, cache = topology.model.path, topology.cache
     spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
     spec = with_window_state(spec, cache.window_state)
+    spec = with_draft_layer(spec, topology.scheduler.speculation == "mtp")
     dtype = resolve_dtype(topology.model.dtype, spec, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kv_dtype = kv_dtype_of(cache, spec, dtype, capability)
@@ -360,6 +364,7 @@ def _weights_source(target: _Target, model: Model, group: RankGroup | None) -> W
             shard=group,
             code=spec.code,
             window_state=target.window_state,
+            drafts=spec.has_draft_layer,
         )
 
     path = target.topology.model.path

@@ -151,6 +151,8 @@ class FirstToken(PlanPart, frozen=True):
 
     slot: int
     aux_slot: int
+    has_kv: bool = False
+    """Whether the prompt's KV is here, so that the model can draft behind the token."""
 
 
 class Draft(PlanPart, frozen=True):
@@ -199,6 +201,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """Reasons, by slot, why no token can follow the request's grammar. Its last token in `tokens` is then invalid."""
     unsound: list[int] = []
     """Slots of prefill chunks that sample nothing and end in numbers that are not finite: neither is their KV."""
+    drafts: dict[int, list[int]] = {}
+    """What the model itself drafts behind the newest token, by slot (`engine/mtp.py`)."""
 
 
 def is_sound(result: StepResult) -> bool:
@@ -252,6 +256,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Name and hash of each LoRA adapter. Its number in `Admit` is its place, from 1."""
     most_drafts: int = 0
     """Most tokens of a draft; 0: it takes none, as a recurrent state cannot go back."""
+    guesses: bool = False
+    """Whether the model drafts, too (`StepResult.drafts`)."""
 
 
 class Executor(Protocol):

@@ -145,6 +145,7 @@ def kv_layout(
         groups=spec.groups,
         tp_size=tp_size,
         state=state,
+        draft_hidden=spec.hidden_size if spec.has_draft_layer else 0,
     )
 
 
@@ -425,7 +426,7 @@ def plan_pool(
     reserve = reserve_bytes(spec, ITEM_BYTES[model_dtype], rows, num_slots, spec.max_model_len, tp_size)
     pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
     num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
-    aux_bytes, state_bytes = num_aux_slots * aux_row_bytes(spec.vocab_size), num_states * row_bytes
+    aux_bytes, state_bytes = num_aux_slots * aux_row_bytes(layout.aux_numbers), num_states * row_bytes
     num_pages = device_pages(share, memory, reserve, aux_bytes, page_bytes, useful, transfer_bytes, state_bytes)
     return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
 

@@ -30,17 +30,29 @@ from chitu.engine.executor import (
     StepResult,
     run_warmup,
 )
+from chitu.engine.mtp import MtpDrafts
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
 from chitu.engine.step_graphs import Recording, StepGraphs
-from chitu.engine.step_tokens import ROWS_AT_ONCE, Checks, Lines, Mark, StepLogprobs, StepTokens, joined, logprob_lines
+from chitu.engine.step_tokens import (
+    ROWS_AT_ONCE,
+    Checks,
+    Guesses,
+    Lines,
+    Mark,
+    StepLogprobs,
+    StepTokens,
+    joined,
+    logprob_lines,
+)
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
+from chitu.models.layers import DecoderModel
 from chitu.models.model import Model
 from chitu.models.tensors import copy_numbers
-from chitu.ops.interface import Span
+from chitu.ops.interface import Batch, Span
 from chitu.types import Ready
 
 
@@ -98,6 +110,13 @@ class ModelRunner:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
             self._graphs = StepGraphs(model, self._slots, pool, recording)
+        self._mtp: MtpDrafts | None = None
+        if spec.has_draft_layer:
+            if recording is not None or not isinstance(model, DecoderModel) or model.shard is not None:
+                raise Internal("a layer that drafts is computed on one rank, without recorded steps")
+            self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype)
+        self._forwarded: tuple[torch.Tensor, Batch] | None = None
+        """Hidden states and rows of the step that is being launched, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
@@ -120,10 +139,11 @@ class ModelRunner:
             num_slots,
             max_model_len,
             spec.vocab_size,
-            spec.num_layers,
+            spec.num_layers + spec.has_draft_layer,
             spec.eos_token_ids,
             pool.layout.adapters,
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
+            guesses=spec.has_draft_layer,
         )
 
     @property
@@ -156,9 +176,11 @@ class ModelRunner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
+            guesses = self._guess(self._mtp, plan, slots, on_layer) if self._mtp is not None else None
             if self._sampler is not None:
                 self._failures.update(self._sampler.take_failures())
-            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, self._failures, self._checks)
+            found = self._prompt_lines, self._failures, self._checks, guesses
+            return self._tokens.launched(slots, tokens_N, lines, *found)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and return its result."""
@@ -173,6 +195,8 @@ class ModelRunner:
     def forget(self, slots: Collection[int]) -> None:
         for slot in slots:
             self._slots.forget(slot)
+            if self._mtp is not None:
+                self._mtp.forget(slot)
             self._logprobs.release(slot)
             if self._sampler is not None:
                 self._sampler.release(slot)
@@ -202,6 +226,7 @@ class ModelRunner:
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
         self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
+        self._forwarded = None
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
         for offload in plan.offload:
@@ -238,6 +263,25 @@ class ModelRunner:
         if not tokens:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
+
+    def _guess(
+        self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None
+    ) -> Guesses | None:
+        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows."""
+        model, forward = self._model, self._forwarded
+        assert isinstance(model, DecoderModel)
+        self._forwarded = None
+        if plan.first_tokens:
+            aux_slots = upload([first.aux_slot for first in plan.first_tokens], self._device)
+            mtp.take_hidden([first.slot for first in plan.first_tokens], self._pool.aux_hidden[aux_slots])
+        if forward is not None:
+            forward = model.normed(forward[0]).clone(), forward[1]
+            for chunk, span in zip(plan.prefill, forward[1].spans, strict=True):
+                if chunk.aux_slot >= 0:
+                    self._pool.aux_hidden[chunk.aux_slot] = forward[0][span.row + span.length - 1]
+        waiting = {first.slot for first in plan.first_tokens if not first.has_kv}
+        callback = self._with_event(on_layer) if plan.prefill else None
+        return mtp.compute(model, self._pool, forward, drawn, waiting, callback)
 
     def _require_possible(self, plan: StepPlan) -> None:
         """Raise Internal for drafts that this model cannot take."""
@@ -334,6 +378,8 @@ class ModelRunner:
         batch, token_ids_T = self._slots.build(chunks, decoding, self._drafts)
         callback = self._with_event(on_layer) if chunks else None
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
+        if self._mtp is not None:
+            self._forwarded = hidden_TD, batch
         if self._pool.num_state_slots and batch.spans:
             self._stamp(batch.spans)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
@@ -415,6 +461,8 @@ class ModelRunner:
 
     def _admit(self, admit: Admit) -> None:
         token_ids = self._slots.admit(admit)
+        if self._mtp is not None:
+            self._mtp.admit(admit.slot, admit.kv_len)
         self._kept.pop(admit.state_slot, None)
         if admit.state_slot >= 0 and not admit.kv_len:  # also of NaN that the former owner may have left
             self._pool.state_rows[admit.state_slot].zero_()
@@ -425,6 +473,8 @@ class ModelRunner:
             self._logprobs.admit(admit.slot, admit.sampling.logprobs)
 
     def _release(self, slot: int) -> None:
+        if self._mtp is not None:
+            self._mtp.forget(slot)
         if self._slots.release(slot).samples and self._sampler is not None:
             self._sampler.release(slot)
             self._logprobs.release(slot)

@@ -122,10 +122,18 @@ class Checks(NamedTuple):
     """bool, on the device."""
 
 
+class Guesses(NamedTuple):
+    """What the model drafts behind the newest tokens of some slots: a token each."""
+
+    slots: list[int]
+    tokens_N: torch.Tensor
+    """int64, on the device."""
+
+
 @dataclass(slots=True)
 class _Buffer:
     numbers: torch.Tensor
-    """Tokens, the lines of their logprobs, then checks; int64, in host memory."""
+    """Tokens, the lines of their logprobs, checks, then guesses; int64, in host memory."""
     is_unread: bool = False
 
 
@@ -138,6 +146,7 @@ class _UnreadStep:
     prompt_lines: dict[int, torch.Tensor]
     failures: dict[int, str]
     checked: list[int]
+    guessed: list[int]
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -145,9 +154,10 @@ class _UnreadStep:
     def result(self) -> StepResult:
         self.mark.synchronize()
         if self.buffer is None:
-            return _result([], None, None, self.prompt_lines, {}, [])
+            return _result([], None, None, self.prompt_lines, {}, [], [])
         self.buffer.is_unread = False
-        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines, self.failures, self.checked)
+        found = self.lines, self.prompt_lines, self.failures, self.checked, self.guessed
+        return _result(self.slots, self.buffer.numbers, *found)
 
 
 def _result(
@@ -157,6 +167,7 @@ def _result(
     prompt_lines: dict[int, torch.Tensor],
     failures: dict[int, str],
     checked: list[int],
+    guessed: list[int],
 ) -> StepResult:
     prompts = {slot: packed_matrix(lines_TC) for slot, lines_TC in prompt_lines.items()}
     if numbers is None:
@@ -171,7 +182,12 @@ def _result(
     if checked:
         checks = numbers[end : end + len(checked)].tolist()
         unsound = [slot for slot, is_sound in zip(checked, checks, strict=True) if not is_sound]
-    return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound)
+        end += len(checked)
+    drafts = {}
+    if guessed:
+        tokens = numbers[end : end + len(guessed)].tolist()
+        drafts = {slot: [token] for slot, token in zip(guessed, tokens, strict=True)}
+    return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound, drafts)
 
 
 class StepTokens:
@@ -196,18 +212,22 @@ class StepTokens:
         prompt_lines: dict[int, torch.Tensor] | None = None,
         failures: dict[int, str] | None = None,
         checks: Sequence[Checks] = (),
+        guesses: Guesses | None = None,
     ) -> StepHandle:
         """Return the handle of the step just launched. `tokens_N[i]` is for `slots[i]`; None if it samples none.
         `prompt_lines`, by slot, are large and rare: each gets its own copy. `failures`: as in `StepResult`."""
         prompt_lines, failures = prompt_lines or {}, failures or {}
         checked = [slot for each in checks for slot in each.slots]
+        guessed = [] if guesses is None else guesses.slots
         parts = [] if tokens_N is None else [tokens_N]
         if tokens_N is not None and lines is not None:
             parts.append(lines.lines_MC.flatten())
         parts += [each.is_sound_N.long() for each in checks]
+        if guesses is not None:
+            parts.append(guesses.tokens_N)
         tokens_N = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         if self._mark is None:
-            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures, checked))
+            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures, checked, guessed))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -217,7 +237,7 @@ class StepTokens:
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
         prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
-        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures, checked)
+        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures, checked, guessed)
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, ConfigError, UnsupportedModel
 from chitu.models.checkpoint import damaged_tensor
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_stamp
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.model import Model
 from chitu.models.tensors import tensors_of, why_unlike
 from chitu.models.window_state import with_window_state
@@ -121,6 +122,7 @@ class RankWeights:
         if spec.code == "transformers" and self._runner.model.dtype != torch.float32:
             raise UnsupportedModel(LIBRARY_CODE)
         found = with_window_state(read_model_spec(path, spec.max_model_len, spec.code), source.window_state)
+        found = with_draft_layer(found, spec.has_draft_layer)
         differing = [
             f"{field.name} is {_short(getattr(found, field.name))}, not {_short(getattr(spec, field.name))}"
             for field in dataclasses.fields(spec)

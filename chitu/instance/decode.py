@@ -141,6 +141,7 @@ class DecodeManager:
         self._offload_keys = itertools.count()
         self._has_adapters = bool(core.engine.executor.info.adapters)
         self._drafts = core.drafts
+        self._guesses = core.engine.executor.info.guesses
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -170,7 +171,9 @@ class DecodeManager:
         running = self._sequences.queue(SequenceState.RUNNING)
         return bool(self._drafts.choose(running, self._load.pace.rates, self._load.pace.drafted_steps))
 
-    def draft(self, plan: StepPlan, decoding: list[Sequence]) -> dict[Sequence, list[int]]:
+    def draft(
+        self, plan: StepPlan, first_tokens: list[Sequence], decoding: list[Sequence]
+    ) -> dict[Sequence, list[int]]:
         """Add drafts to the plan, and return them. Does nothing while a step is unread."""
         if not self._drafts.is_on or self._resources.num_unread:
             return {}
@@ -182,7 +185,25 @@ class DecodeManager:
                 plan.drafts.append(Draft(sequence.slot, tuple(tokens)))
             else:
                 del drafts[sequence]
+        if self._guesses:
+            self._grow_for_guesses(plan, first_tokens, decoding, drafts)
         return drafts
+
+    def _grow_for_guesses(
+        self,
+        plan: StepPlan,
+        first_tokens: list[Sequence],
+        decoding: list[Sequence],
+        drafts: dict[Sequence, list[int]],
+    ) -> None:
+        """Reserve pages for the tokens that the step draws: behind a token with one the model drafts at once."""
+        for sequence in first_tokens:
+            if sequence.max_new_tokens > 1 and sequence.state is SequenceState.LANDED:
+                self._grow_for_draft(sequence, 0, plan, len(decoding))
+        for sequence in decoding:
+            most = min(len(drafts.get(sequence, ())) + 1, sequence.max_new_tokens - sequence.launched - 1)
+            if most > 0:
+                self._grow_for_draft(sequence, most, plan, len(decoding))
 
     def _grow_for_draft(self, sequence: Sequence, num_tokens: int, plan: StepPlan, num_decoding: int) -> int:
         """Reserve pages for a draft, as far as they are free and no request may need them for its next token. Return
@@ -284,6 +305,7 @@ class DecodeManager:
         ready += self._sequences.queue(SequenceState.LANDED)
         for sequence in ready:
             source = sequence.source or sequence
+            has_kv = sequence.needs_kv and sequence.state is SequenceState.LANDED
             sequence.kv_len = sequence.prompt_len
             admit(sequence, self._cache, plan)
             if source is not sequence and sequence.needs_kv and sequence.prompt_len % self._cache.page_size:
@@ -292,7 +314,7 @@ class DecodeManager:
                 plan.copy.append(CopyPage(sequence.slot, *pages))
             if source is not sequence and sequence.holds.state_slot >= 0:
                 plan.copy_state.append(CopyState(sequence.slot, source.holds.state_slot))
-            plan.first_tokens.append(FirstToken(sequence.slot, source.holds.aux_slot))
+            plan.first_tokens.append(FirstToken(sequence.slot, source.holds.aux_slot, has_kv))
         return ready
 
     def fork(self, source: Sequence) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from chitu.instance.draft_source import Drafting, DraftSource, Proposal
 from chitu.instance.grammar_drafts import GrammarDrafts
+from chitu.instance.model_drafts import ModelDrafts
 from chitu.instance.prediction_drafts import PredictionDrafts
 from chitu.instance.sequences import Sequence
 from chitu.instance.text_drafts import TextDrafts
@@ -78,10 +79,12 @@ class FirstOf:
 
 
 def source_of(sequence: Sequence) -> DraftSource:
-    """Return what guesses for a request: from its prediction, if it has one, then from its text, and by its grammar."""
+    """Return what guesses for a request: the model, if it drafts; its prediction, if it has one; its text; and its
+    grammar."""
     source: DraftSource = TextDrafts()
     if sequence.prediction:
         source = FirstOf(PredictionDrafts(sequence.prediction, sequence.client_prompt_len), source)
+    source = ModelDrafts(sequence, source)
     grammar = sequence.output.grammar
     if grammar is not None:
         source = GrammarDrafts(grammar.guessing_matcher(), source, sequence.client_prompt_len)

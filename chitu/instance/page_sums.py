@@ -33,5 +33,5 @@ class FinishedPages:
         num_full = (sequence.prompt_len + len(sequence.emitted) - 1) // self.layout.page_size
         num_pages = min(num_full, MAX_SUMMED_BYTES // self.layout.bytes_per_page)
         pages = self.cache.get_page_indices(sequence.room)[:num_pages]
-        layers = range(self.layout.num_layers) if pages else ()
+        layers = range(self.layout.num_summed_layers) if pages else ()
         return b"".join(self.page_sums.sums(range(n, n + 1), pages).astype("<i8").tobytes() for n in layers)

@@ -246,7 +246,7 @@ class DecodeRole(InstanceRole):
             return None
         self._admit(plan)
         first_tokens, decoding = self._decode.schedule(plan)
-        drafts = self._decode.draft(plan, decoding)
+        drafts = self._decode.draft(plan, first_tokens, decoding)
         computing = self._sequences.of(SequenceState.COMPUTING)
         if not computing:
             return Step(plan, first_tokens, [], decoding, 1, drafts)

@@ -59,7 +59,7 @@ class SchedulerTrace:
             pages=TracedPages.of(pages),
             layout=tracer.layout,
             bytes_by_layer=bytes_by_layer,
-            total_bytes=sum(bytes_by_layer) + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
+            total_bytes=sum(bytes_by_layer) + (aux_row_bytes(layout.aux_numbers) if is_moved else 0),
             admission_s=times.admission_s,
             landed_s=times.total_s,
             times=times.prefill,

@@ -272,6 +272,8 @@ class Sequence:
     """Tokens that its answer may have, int32 LE."""
     drafting: Drafting | None = None
     """What guesses its next tokens; None: nothing has guessed yet."""
+    guess: list[int] = field(default_factory=list)
+    """What the model drafts behind the newest token; empty: nothing."""
     launched: int = 0
     """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
     emitted: array[int] = field(default_factory=partial(array, "i"))

@@ -1,5 +1,5 @@
-"""Shape of an aux row (one logits row with its header), its checksum, and the memory of rows, for code that must not
-import torch.
+"""Shape of an aux row (header, logits, and a hidden state if the model drafts by it), its checksum, and the memory of
+rows, for code that must not import torch.
 
 The checksum is the sum, modulo 2**64, of the row's signed 32 bit words from `COVERED_FROM` on, each times a fixed odd
 random number: host and device get the same, so no row has to cross between them. It detects every change within a word,
@@ -28,9 +28,9 @@ UNIFIED_AUX_ROWS = 8
 """Aux rows of a unified instance. A prompt with forks holds one while it is computed; the ninth such prompt waits."""
 
 
-def aux_row_bytes(vocab_size: int) -> int:
-    """Return the size of a row: header plus one float32 per vocabulary entry, in whole cache lines."""
-    return AUX_HEADER_BYTES + (4 * vocab_size + 63) // 64 * 64
+def aux_row_bytes(num_numbers: int) -> int:
+    """Return the size of a row: header plus so many float32 (`KVLayout.aux_numbers`), in whole cache lines."""
+    return AUX_HEADER_BYTES + (4 * num_numbers + 63) // 64 * 64
 
 
 class RowMemory(Protocol):

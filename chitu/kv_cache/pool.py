@@ -9,7 +9,7 @@ written by the executor (step thread) and by transports. It ends with the last t
 Layout: the regions of `KVLayout.regions`, K and V of each layer or what else it has. Each is
 `[num_pages, kv_heads, page_size, head_dim]`, of its group's heads and its own width: heads come before tokens, so one
 head group of a page is contiguous. With dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values
-(`ops/fp8_pages.py`). An aux row is a 64 byte header and `vocab_size` float32.
+(`ops/fp8_pages.py`). An aux row is a 64 byte header and `vocab_size` float32, and `draft_hidden` more.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class KVPool:
         self.num_aux_slots = num_aux_slots
         self.device = torch.device(device)
         self.page_bytes = layout.page_bytes
-        self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
+        self.aux_row_bytes = aux_row_bytes(layout.aux_numbers)
         row = StateRow.of(layout)
         self.num_state_slots = num_state_slots if layout.state else 0
         self.state_row_bytes = row.row_bytes
@@ -131,6 +131,9 @@ class KVPool:
         )
         self.aux_logits = self.aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * layout.vocab_size].view(torch.float32)
         """`[num_aux_slots, vocab_size]` float32 view of the rows."""
+        hidden_start = AUX_HEADER_BYTES + 4 * layout.vocab_size
+        self.aux_hidden = self.aux[:, hidden_start : hidden_start + 4 * layout.draft_hidden].view(torch.float32)
+        """`[num_aux_slots, draft_hidden]` float32: the numbers behind the logits."""
         self.state_rows = arena[state_start : state_start + self.num_state_slots * self.state_row_bytes].view(
             self.num_state_slots, self.state_row_bytes
         )

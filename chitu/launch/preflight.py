@@ -33,6 +33,7 @@ from chitu.errors import ConfigError
 from chitu.models.adapters import read_adapters
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
 from chitu.process.child import is_router
 from chitu.process.placement import KEY, PD, needed_library, why_not_sent
@@ -137,6 +138,7 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
     try:
         spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
         spec = with_window_state(spec, topology.cache.window_state)
+        spec = with_draft_layer(spec, topology.scheduler.speculation == "mtp")
         count = check_checkpoint(path, spec)
         words = spec.quantization.words if spec.quantization is not None else ""
         found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, *count, words)

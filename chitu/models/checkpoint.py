@@ -66,7 +66,11 @@ def tensor_shapes(spec: ModelSpec, traits: Traits) -> Shapes:
     """Yield name and shape of each tensor that the model takes, except a head that is tied to the embedding."""
     hidden = spec.hidden_size
     yield EMBEDDING, (spec.vocab_size, hidden)
-    for index in range(spec.num_layers):
+    if spec.has_draft_layer:
+        prefix = f"model.layers.{spec.num_layers}"
+        yield from ((f"{prefix}.{norm}.weight", (hidden,)) for norm in ("enorm", "hnorm", "shared_head.norm"))
+        yield f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)
+    for index in range(spec.num_layers + spec.has_draft_layer):
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)

@@ -23,12 +23,14 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import EMBEDDING, HEAD, UNUSED_SUFFIX
 from chitu.models.config import ModelSpec
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
+from chitu.models.draft_layer import KEY
 from chitu.models.families import Traits
 from chitu.models.layers import (
     INNER_NORM_EPS,
     AttentionLayer,
     DecoderLayer,
     DecoderModel,
+    DraftLayer,
     GatedMLP,
     LatentAttentionLayer,
     MixtureMLP,
@@ -294,6 +296,7 @@ def build_decoder(
     """Build the model from the checkpoint's tensors, or from this rank's part. `num_positions`: of the rotary table."""
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
     layers = [_layer(spec, traits, weights, ops, part, index) for index in range(spec.num_layers)]
+    draft_layer = _draft_layer(spec, traits, weights, ops, part) if spec.has_draft_layer else None
     own = part.vocabulary[part.rank]
     embedding_VD = _table(spec, weights, EMBEDDING, own)
     embedding = head = ops.prepare(embedding_VD, None)
@@ -308,7 +311,7 @@ def build_decoder(
         )
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
     weights.ignore(UNUSED_SUFFIX)
-    if spec.num_extra_layers:  # for multi-token prediction; the model is complete without them
+    if spec.num_extra_layers:  # for multi-token prediction; what is left of them the model does not need
         weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()
     rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
@@ -323,6 +326,22 @@ def build_decoder(
         eps=spec.rms_norm_eps,
         shard=shard,
         vocabulary=part.vocabulary,
+        draft_layer=draft_layer,
+    )
+
+
+def _draft_layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part) -> DraftLayer:
+    """Build the layer behind the last one. Embedding and head, of which published checkpoints have copies there, are
+    the model's. Raises ConfigError if the checkpoint lacks it."""
+    prefix, hidden = f"model.layers.{spec.num_layers}", spec.hidden_size
+    if not weights.has(f"{prefix}.eh_proj.weight"):
+        raise ConfigError(f"{KEY}, but the checkpoint has no tensor {prefix}.eh_proj.weight: it lacks that layer")
+    return DraftLayer(
+        token_norm_D=weights.take(f"{prefix}.enorm.weight", hidden),
+        hidden_norm_D=weights.take(f"{prefix}.hnorm.weight", hidden),
+        join=ops.prepare(weights.take_matrix(f"{prefix}.eh_proj.weight", hidden, 2 * hidden), None),
+        layer=_layer(spec, traits, weights, ops, part, spec.num_layers),
+        final_norm_D=weights.take(f"{prefix}.shared_head.norm.weight", hidden),
     )
 
 

@@ -75,7 +75,9 @@ class ModelSpec:
     state: tuple[StateTensor, ...] = ()
     """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
-    """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
+    """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3)."""
+    has_draft_layer: bool = False
+    """Whether the first of them is computed, for drafts: the last of `groups` is then its own (`draft_layer.py`)."""
     quantization: Quantization | None = None
     """How the weights are stored; None if they are floating-point numbers."""
     code: Literal["own", "transformers"] = "own"

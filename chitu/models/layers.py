@@ -181,6 +181,19 @@ class DecoderLayer:
     mlp: GatedMLP | MixtureMLP
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """The layer that drafts (`draft_layer.py`). Its input joins a token and the hidden state before it."""
+
+    token_norm_D: torch.Tensor
+    hidden_norm_D: torch.Tensor
+    join: LinearWeight
+    """Projection `[D, 2 D]`: of the normed embedding, and behind it the normed hidden state."""
+    layer: DecoderLayer
+    final_norm_D: torch.Tensor
+    """Norm before the model's head."""
+
+
 class Linears(Protocol):
     """The products with a layer's weights: those of `Ops`, or with what adapters add (`lora.py`)."""
 
@@ -222,6 +235,7 @@ class DecoderModel:
     vocabulary: Sequence[range] = ()
     """Rows of embedding and head on each rank; used only with a shard."""
     adapters: Adapting | None = None
+    draft_layer: DraftLayer | None = None
 
     def forward(
         self,
@@ -236,27 +250,70 @@ class DecoderModel:
         computed; with several ranks, after the sum that follows attention, which no rank joins before its K and V are
         in its pages.
         """
-        ops, linears = self.ops, self._linears(batch)
+        linears = self._linears(batch)
         x_TD = self._embed(token_ids_T)
         choice: ChosenPositions | None = None
         for index, layer in enumerate(self.layers):
-            attention, k_PKSN, v_PKSN = layer.attention, cache.k[index], cache.v[index]
-            soon: Callable[[], None] = _no_callback
-            if on_layer is not None and self.shard is None:
-                soon = functools.partial(on_layer, index)
-            if isinstance(attention, AttentionLayer):
-                qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
-                q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
-                soon()
-                mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
-            else:
-                norm_D, pages = layer.input_norm_D, (k_PKSN, v_PKSN)
-                mixed_TC, choice = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, pages, soon, choice)
-            x_TD = self._linear_add(linears, mixed_TC, attention.output, x_TD)
-            if on_layer is not None and self.shard is not None:
-                on_layer(index)
-            x_TD = self._mlp_add(linears, x_TD, layer.post_attention_norm_D, layer.mlp)
+            x_TD, choice = self._compute(layer, index, linears, x_TD, batch, cache, on_layer, choice)
         return x_TD
+
+    def draft(
+        self,
+        token_ids_T: torch.Tensor,
+        before_TD: torch.Tensor,
+        is_hole_T: torch.Tensor,
+        batch: Batch,
+        cache: KVViews,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute the entries of the layer that drafts, as `forward` computes those of the others, and return hidden
+        states `[T, D]` for `draft_logits`. `before_TD`: of the position before each row, behind the final norm;
+        `is_hole_T`: rows for which it is not known, whose entry is that of an input of zeros."""
+        draft_layer, ops = self.draft_layer, self.ops
+        assert draft_layer is not None
+        x_TD = self._embed(token_ids_T)
+        num_rows, width = x_TD.shape
+        joined_TI = x_TD.new_empty(num_rows, 2 * width)
+        joined_TI[:, :width] = ops.rms_norm(x_TD, draft_layer.token_norm_D, self.eps)
+        joined_TI[:, width:] = ops.rms_norm(before_TD, draft_layer.hidden_norm_D, self.eps)
+        x_TD = ops.linear_add(joined_TI, draft_layer.join, torch.zeros_like(x_TD))
+        x_TD.masked_fill_(is_hole_T.unsqueeze(1), 0)
+        x_TD, _ = self._compute(draft_layer.layer, len(self.layers), ops, x_TD, batch, cache, on_layer, None)
+        return x_TD
+
+    def draft_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return logits `[R, V]` of chosen rows of `draft`'s result."""
+        assert self.draft_layer is not None
+        return self.ops.norm_linear(hidden_RD, self.draft_layer.final_norm_D, self.eps, self.head)
+
+    def _compute(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        linears: Linears,
+        x_TD: torch.Tensor,
+        batch: Batch,
+        cache: KVViews,
+        on_layer: Callable[[int], None] | None,
+        choice: ChosenPositions | None,
+    ) -> tuple[torch.Tensor, ChosenPositions | None]:
+        """Return `x_TD` behind a layer, and which positions it has chosen."""
+        ops, attention, k_PKSN, v_PKSN = self.ops, layer.attention, cache.k[index], cache.v[index]
+        soon: Callable[[], None] = _no_callback
+        if on_layer is not None and self.shard is None:
+            soon = functools.partial(on_layer, index)
+        if isinstance(attention, AttentionLayer):
+            qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
+            q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
+            soon()
+            mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
+        else:
+            norm_D, pages = layer.input_norm_D, (k_PKSN, v_PKSN)
+            mixed_TC, choice = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, pages, soon, choice)
+        x_TD = self._linear_add(linears, mixed_TC, attention.output, x_TD)
+        if on_layer is not None and self.shard is not None:
+            on_layer(index)
+        return self._mlp_add(linears, x_TD, layer.post_attention_norm_D, layer.mlp), choice
 
     @property
     def num_positions(self) -> int:

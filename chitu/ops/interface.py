@@ -73,6 +73,9 @@ class Batch:
     """State rows of `decode_slots`, in the same order; empty if the model has no recurrent state."""
     adapters: tuple[AdapterRows, ...] = ()
     """Each adapter once; empty if no row has one."""
+    first_position: int = 0
+    """Position from which rows attend, as a drafting layer has no entry before it; a row before it sees itself alone.
+    Latent attention of `torch_ops.py` only."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:

@@ -189,7 +189,7 @@ def _attention(
         rows = slice(span.row, span.row + span.length)
         end = span.start + span.length
         k_KLN, v_KLO = (_gather(x, batch.page_table[span.slot], end, q_THN.dtype) for x in (k_PKSN, v_PKSO))
-        out_THO[rows] = _causal(q_THN[rows], k_KLN, v_KLO, span.start, scale)
+        out_THO[rows] = _causal(q_THN[rows], k_KLN, v_KLO, span.start, scale, batch.first_position)
     if batch.decode_slots:
         out_THO[batch.decode_row :] = _decode(q_THN[batch.decode_row :], batch, k_PKSN, v_PKSO, scale)
     return out_THO
@@ -203,7 +203,10 @@ def _decode(
     pages_BP = batch.page_table[batch.slots_T[batch.decode_row :], :num_pages]
     k, v = (take_pages(x, pages_BP, q_BHN.dtype).transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSO))
     columns = torch.arange(num_pages * page_size, device=q_BHN.device)
-    visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
+    positions_B1 = batch.positions_T[batch.decode_row :].unsqueeze(1)
+    visible = columns <= positions_B1
+    if batch.first_position:
+        visible &= (columns >= batch.first_position) | (columns == positions_B1)
     # Columns past a sequence's end may be in pages of other sequences; a NaN there would survive the mask.
     hidden = ~visible[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
@@ -224,12 +227,17 @@ def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch
     return taken_PKSN.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMO: torch.Tensor, start: int, scale: float) -> torch.Tensor:
-    """Return the attention `[L, H, O]` of rows at positions start, start + 1, ... over the keys 0 .. M - 1."""
+def _causal(
+    q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMO: torch.Tensor, start: int, scale: float, first: int = 0
+) -> torch.Tensor:
+    """Return the attention `[L, H, O]` of rows at positions start, start + 1, ... over the keys first .. M - 1."""
     q_HLN, length = q_LHN.transpose(0, 1), q_LHN.shape[0]
     mask = None
-    if start and length > 1:
+    if first or (start and length > 1):
         mask = torch.ones(length, start + length, dtype=torch.bool, device=q_LHN.device).tril_(start)
+    if mask is not None and first:
+        mask[:, :first] = False
+        mask.diagonal(start).fill_(True)
     out = F.scaled_dot_product_attention(
         q_HLN.unsqueeze(0),
         k_KMN.unsqueeze(0),

@@ -322,6 +322,9 @@ class KVLayout(Wire, frozen=True):
     adapters: tuple[tuple[str, str], ...] = ()
     """LoRA adapters, by name: the name that requests choose one by, and the hash of its folder. K and V of a request
     depend on them."""
+    draft_hidden: int = 0
+    """Numbers of a hidden state, which an aux row then has behind the logits, if the model drafts by a layer of its
+    own: the last layer. 0: it has none."""
 
     @property
     def state_bytes(self) -> int:
@@ -349,6 +352,17 @@ class KVLayout(Wire, frozen=True):
     def num_layers(self) -> int:
         """Layers up to the last one with KV."""
         return 1 + max(group.layers[-1] for group in self.groups)
+
+    @property
+    def num_summed_layers(self) -> int:
+        """Layers whose pages depend on the tokens alone. What a drafting layer holds depends on the way of computing,
+        too: behind a cached prefix it has a hole."""
+        return self.num_layers - bool(self.draft_hidden)
+
+    @property
+    def aux_numbers(self) -> int:
+        """Numbers of an aux row, float32: the logits, and behind them the hidden state."""
+        return self.vocab_size + self.draft_hidden
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -138,7 +138,7 @@ class InstanceLoad:
     def of(cls, info: InstanceInfo, slo: SLOConfig, memory_s: float) -> InstanceLoad:
         layout, rates = info.layout, (QueueRate(memory_s), QueueRate(memory_s))
         token_bytes = layout.bytes_per_page * layout.tp_size / layout.page_size
-        row_bytes = 4.0 * layout.vocab_size + layout.state_bytes
+        row_bytes = 4.0 * layout.aux_numbers + layout.state_bytes
         bound_s = math.inf if slo.tpot_s is None else slo.tpot_s
         return cls(instance_key(info), info, *rates, token_bytes, row_bytes, bound_s)
 

@@ -212,7 +212,7 @@ def _build(
     engine = LoadedEngine(
         executor,
         cache,
-        MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size),
+        MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers),
         tiers,
         StateSlots(pool.num_state_slots),
         rank.grammars,

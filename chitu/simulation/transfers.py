@@ -55,7 +55,7 @@ class PageAddresses:
 
     @property
     def aux_row_bytes(self) -> int:
-        return aux_row_bytes(self.layout.vocab_size)
+        return aux_row_bytes(self.layout.aux_numbers)
 
     @property
     def arena_bytes(self) -> int:

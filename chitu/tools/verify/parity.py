@@ -113,8 +113,8 @@ def damage_of(served: Served, layout: KVLayout) -> Place | None:
     if damage is not None or moved.layers != layout.num_layers or layout.tp_size > 1:  # those of the end cover one rank
         return damage
     num_full = (served.prompt_tokens + served.continued_tokens) // layout.page_size
-    left = [pages[moved.first_page : num_full] for pages in by_layer(served.page_sums, layout.num_layers)]
-    sent = [pages[: len(left[0])] for pages in by_layer(moved.sent, layout.num_layers)]
+    left = [pages[moved.first_page : num_full] for pages in by_layer(served.page_sums, layout.num_summed_layers)]
+    sent = [pages[: len(left[0])] for pages in by_layer(moved.sent, layout.num_layers)[: len(left)]]
     return _first(sent, left, moved, "memory")
 
 

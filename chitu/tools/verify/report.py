@@ -129,7 +129,9 @@ def wrong_pages(
         ]
         if not right and layout == alone_layout and one.asked.prompt in alone:
             right = [alone[one.asked.prompt]]
-        place = first_unlike(one.served.page_sums, right, layout.num_layers) if one.pair in wrong - hurt else None
+        place = (
+            first_unlike(one.served.page_sums, right, layout.num_summed_layers) if one.pair in wrong - hurt else None
+        )
         if place is not None:
             found.setdefault(one.pair, place)
     return damaged + [WrongPage(pair_name(pair), place) for pair, place in found.items()]

@@ -58,7 +58,7 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     head, and each gets its own copy.
     """
     pages = -(-prompt_tokens // layout.page_size)
-    return pages * layout.tp_size * layout.bytes_per_page + aux_row_bytes(layout.vocab_size)
+    return pages * layout.tp_size * layout.bytes_per_page + aux_row_bytes(layout.aux_numbers)
 
 
 def prefilled_tokens(served: Served) -> int:
