@@ -21,6 +21,7 @@ from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import Code, model_hash, read_model_spec
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
 from chitu.ops.interface import Ops
 from chitu.protocol import SamplingParams, pack_i32
@@ -195,11 +196,13 @@ class Engine:
         adapters: Mapping[str, str] = MappingProxyType({}),
         plant: Callable[[Any], Any] = lambda model: model,
         window_state: bool = False,
+        drafts: bool = False,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
-        `CacheConfig`."""
+        `CacheConfig`. `drafts`: with the layer that drafts."""
         self.spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
+        self.spec = with_draft_layer(self.spec, drafts)
         loaded = read_adapters(adapters, self.spec, path)
         model = plant(
             load_model(
@@ -211,6 +214,7 @@ class Engine:
                 code=code,
                 adapters=loaded,
                 window_state=window_state,
+                drafts=drafts,
             )
         )
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code), dtype)

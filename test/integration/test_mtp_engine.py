@@ -1,0 +1,228 @@
+"""Drafts by the model's own layer: how many of them are right is known by construction, and no token changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import transformers
+from engine_checkpoints import PAGE_SIZE, Engine, make_prompt
+from mtp_checkpoints import NUM_MODEL_LAYERS, answer_to, predicted_steps, some_tokens, write_predictable, write_random
+from support.clock import FakeClock
+from support.drafts import AllDrafts
+from support.requests import unified_request
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.sampler import Sampler
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.drafts import source_of
+from chitu.instance.roles import DecodeRole
+from chitu.instance.token_manager import TokenManager
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.pd_scheduler import PDScheduler
+from chitu.protocol import Fork, SamplingParams, pack_i32, token_codec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_TOKENS, NUM_SLOTS, NUM_PAGES = 60, 4, 64
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+PROMPT = [5, 9, 17]
+
+
+@dataclass
+class Instance:
+    """A unified instance over a checkpoint."""
+
+    folder: object
+    drafts: bool = True
+    num_pages: int = NUM_PAGES
+    overlap: bool = False
+    sampler: type[Sampler] = Sampler
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    plans: list = field(default_factory=list)
+    num_drawn: int = 0
+    guesses: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens drawn until then, and what the model drafts; for a single request."""
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(
+            self.folder, num_pages=self.num_pages, num_slots=NUM_SLOTS, max_model_len=256, drafts=self.drafts
+        )
+        runner, pool = self.engine.runner, self.engine.pool
+        vocab_size, eos = runner.info.vocab_size, runner.info.eos_token_ids
+        runner.use_sampler(self.sampler(NUM_SLOTS, vocab_size, torch.device("cpu"), eos))
+        launch = runner.launch
+
+        def noted(plan, on_layer=None):
+            self.plans.append(plan)
+            step = launch(plan, on_layer)
+            self.num_drawn += len(step.tokens.tokens)
+            self.guesses += [(self.num_drawn, guess) for (guess,) in step.tokens.drafts.values()]
+            return step
+
+        runner.launch = noted
+        config = SchedulerConfig(
+            max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
+        )
+        self.cache = PagedKVCacheManager(self.num_pages, PAGE_SIZE, b"mtp")
+        core = InstanceCore(
+            SchedulerSettings(config, DeadlineConfig(), overlap=self.overlap),
+            LoadedEngine(runner, self.cache, MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers)),
+            TokenManager(1, self._take),
+            lambda room, error: None,
+            FakeClock(),
+        )
+        if self.drafts:
+            core.drafts = AllDrafts(source_of, NUM_SLOTS, vocab_size)
+        self.scheduler = PDScheduler(core, DecodeRole(core))
+
+    def _take(self, frame: bytes) -> bool:
+        batch = token_codec.decode(frame)
+        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+            self.tokens.setdefault(room[-1], []).append(token)
+        assert all(finish.reason in ("length", "stop") for finish in batch.finished)
+        return True
+
+    def serve(self, requests) -> list[list[int]]:
+        """Return the answers of new requests, (prompt, sampling) each."""
+        first = len(self.tokens)
+        for number, (prompt, sampling) in enumerate(requests, first):
+            self.scheduler.submit(unified_request(number.to_bytes(16, "big"), f"r{number}", pack_i32(prompt), sampling))
+            self.scheduler.step()
+        self.run()
+        return [self.tokens[number] for number in range(first, first + len(requests))]
+
+    def run(self) -> None:
+        while not self.scheduler.is_idle:
+            self.scheduler.step()
+        self.scheduler.step()
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(bool(plan.decode) for plan in self.plans)
+
+
+@pytest.fixture(scope="module")
+def predictable(tmp_path_factory):
+    made = {}
+
+    def folder_of(right):
+        if right not in made:
+            made[right] = tmp_path_factory.mktemp("predictable")
+            write_predictable(made[right], right)
+        return made[right]
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random")
+    write_random(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("share", "steps"), [(1.0, 30), (0.0, 59), (0.5, 41)])
+def test_steps_are_those_of_the_construction(predictable, share, steps):
+    right = some_tokens(share)
+    answer = answer_to(PROMPT, NUM_TOKENS)
+    assert predicted_steps(answer, right) == steps
+    instance = Instance(predictable(right))
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer]
+    assert instance.num_decodes == steps
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_takes_the_hidden_state_of_the_position_before(predictable, overlap):
+    instance = Instance(predictable(None), overlap=overlap)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer_to(PROMPT, NUM_TOKENS)]
+    assert instance.num_decodes == 30
+
+
+def test_tokens_are_those_without_drafts(random_model):
+    prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9)]
+    params = [
+        GREEDY,
+        SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=17, ignore_eos=True),
+        SamplingParams(max_tokens=36, temperature=0.0, repetition_penalty=1.8, frequency_penalty=1.5),
+        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, presence_penalty=1.5, min_tokens=20, seed=13),
+        SamplingParams(max_tokens=1, temperature=0.0),
+        GREEDY,
+    ]
+    requests = list(zip(prompts, params, strict=True))
+    for num_pages in (NUM_PAGES, 14):
+        without = Instance(random_model, drafts=False, num_pages=num_pages).serve(requests)
+        instance = Instance(random_model, num_pages=num_pages)
+        assert instance.serve(requests) == without
+        instance.cache.check_idle()
+        follow_ups = [(prompt + answer[:-7], GREEDY) for (prompt, _), answer in zip(requests, without, strict=True)]
+        other = Instance(random_model, drafts=False, num_pages=num_pages)
+        assert instance.serve(follow_ups[:2]) == other.serve(follow_ups[:2])
+
+
+def test_drafts_are_those_of_transformers(random_model, monkeypatch):
+    """Its steps, and every draft, for a prompt in one chunk and in several."""
+    layers = [rf"model\.layers\.{NUM_MODEL_LAYERS}.*"]  # its list has the layer numbers of published checkpoints
+    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", layers)
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    expected: dict[int, int] = {}
+    get_candidates = MTPCandidateGenerator.get_candidates
+
+    def noted(self, input_ids, *args, **kwargs):
+        candidates = get_candidates(self, input_ids, *args, **kwargs)
+        if candidates[0].shape[1] > input_ids.shape[1]:
+            expected[input_ids.shape[1]] = int(candidates[0][0, -1])
+        return candidates
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    for length in (7, 60):
+        prompt = make_prompt(length)
+        expected.clear()
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        answer = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, use_mtp=True)
+        instance = Instance(random_model)
+        assert instance.serve([(prompt, GREEDY)]) == [answer[0, length:].tolist()]
+        found = {length + known: guess for known, guess in instance.guesses}
+        num_same = sum(found[known] == expected[known] for known in found.keys() & expected.keys())
+        assert num_same == len(expected) > 20 and len(found) - len(expected) <= 1
+
+
+@pytest.mark.parametrize("length", [3, PAGE_SIZE])
+def test_choices_of_a_prompt_draft_by_its_hidden_state(predictable, length):
+    """Also where the first token of each needs a new page."""
+    prompt = [(5 * place + 3) % 300 for place in range(length)]
+    rooms = [number.to_bytes(16, "big") for number in (0, 1)]
+    instance = Instance(predictable(None))
+    forks = tuple(Fork(room, f"choice {room[-1]}", 0) for room in rooms)
+    head = unified_request((9).to_bytes(16, "big"), "prompt", pack_i32(prompt), GREEDY, forks=forks)
+    instance.scheduler.submit(head)
+    instance.run()
+    assert [instance.tokens[number] for number in (0, 1)] == [answer_to(prompt, NUM_TOKENS)] * 2
+    assert instance.num_decodes == 30
+
+
+class RaisesOnce(Sampler):
+    """Raises in its tenth draw, when the tokens of the batch are drawn and counted."""
+
+    num_draws = 0
+
+    def sample(self, logits, slots):
+        tokens = super().sample(logits, slots)
+        self.num_draws += 1
+        if self.num_draws == 10:
+            raise RuntimeError("a tensor that does not fit")
+        return tokens
+
+
+def test_a_repeated_step_has_a_hole_and_no_draft(predictable, random_model):
+    """The next step computes by its own hidden states: one draft is lost, and no token changes."""
+    instance = Instance(predictable(None), sampler=RaisesOnce)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer_to(PROMPT, NUM_TOKENS)]
+    assert instance.num_decodes - 1 in (30, 31)
+    requests = [(make_prompt(length), GREEDY) for length in (3, 40, 16)]
+    without = Instance(random_model, drafts=False).serve(requests)
+    assert Instance(random_model, sampler=RaisesOnce).serve(requests) == without
