@@ -127,8 +127,8 @@ COMPARISON = (
     (
         "speculative decoding; `prediction`",
         "OpenAI (`prediction`), vLLM, SGLang, Dynamo (options of the server)",
-        "yes: drafts from a prediction, the text and the grammar; no token changes ([how](speculation.md))",
-        "not yet: a second model or heads (EAGLE, MTP)",
+        "yes: from a prediction, the text, the grammar, a layer of the model; no token changes ([how](speculation.md))",
+        "not yet: a second model or heads (EAGLE); MTP on GPUs",
     ),
     ("empty the prefix cache", "vLLM, SGLang", "yes: `/admin/cache/flush`", ""),
     (
