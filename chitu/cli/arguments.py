@@ -205,6 +205,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument(
         "--share", type=float, default=0.9, metavar="X", help="of the requests that keep the SLO (default: 0.9)"
     )
+    command.add_argument(
+        "--draft-acceptance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of drafted tokens that are right (default: 0, nothing is drafted)",
+    )
     command.add_argument("--poisson", action="store_true", help="Poisson arrivals in place of the trace's own gaps")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of Poisson arrivals (default: 0)")
     command.add_argument("--plot", metavar="FILE.png", help="file for a plot of goodput over rate")

@@ -376,6 +376,7 @@ def _size(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         plot=arguments.plot,
         is_json=arguments.json,
+        draft_acceptance=arguments.draft_acceptance,
     )
     say = functools.partial(print, file=sys.stderr, flush=True)
     return size(options, Console(width=None if sys.stdout.isatty() else 120), say)

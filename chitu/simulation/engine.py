@@ -1,20 +1,31 @@
 """An engine without torch in virtual time: an executor whose steps take the seconds of a profile and compute nothing.
 
 The executor knows of a slot only how many tokens it holds, which with the plan gives the cost of a step. A token is the
-number of those before it, on whatever instance: one that is lost, doubled or put elsewhere is seen. Steps run one after
+number of those before it, on whatever instance: one that is lost, doubled or put elsewhere is seen. Drafts are
+those of a model that guesses, in which each token is right with the same chance behind right ones. Steps run one after
 the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits for it. Only the
 simulation's one thread calls it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import random
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.simulation.events import InstanceClock
 from chitu.simulation.profile import StepCost
+
+
+NO_TOKEN = 0
+"""Drawn by no step, so wrong in a draft."""
+
+
+def _num_right(draft: Sequence[int], first: int) -> int:
+    """Return how many tokens of a draft are those that are drawn: numbers from `first` on."""
+    return next((place for place, token in enumerate(draft) if token != first + place), len(draft))
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +60,16 @@ class TimedExecutor:
     """`Executor` whose steps take the seconds of `cost`, divided by `speed`."""
 
     def __init__(
-        self, info: ExecutorInfo, cost: StepCost, clock: InstanceClock, speed: Callable[[], float] = lambda: 1.0
+        self,
+        info: ExecutorInfo,
+        cost: StepCost,
+        clock: InstanceClock,
+        speed: Callable[[], float] = lambda: 1.0,
+        draft_acceptance: float = 0.0,
     ) -> None:
         self.info = info
+        self._acceptance = draft_acceptance
+        self._random = random.Random(0)
         self._speed = speed
         self._cost = cost
         self._clock = clock
@@ -84,11 +102,17 @@ class TimedExecutor:
             kv_len[chunk.slot] = chunk.start + chunk.length
             if chunk.sample:
                 slots.append(chunk.slot)
+        tokens = [kv_len[slot] for slot in slots]
+        drafts, rows = {draft.slot: draft.tokens for draft in plan.drafts}, len(plan.decode)
         for slot in plan.decode:
-            kv_len[slot] += 1
-            context_tokens += kv_len[slot]
-        slots += plan.decode
-        seconds = self._cost.seconds(prompt_tokens, pairs, len(plan.decode), context_tokens) / self._speed()
+            drawn = range(kv_len[slot] + 1, kv_len[slot] + 2 + _num_right(drafts.get(slot, ()), kv_len[slot] + 1))
+            num_drafted = len(drafts.get(slot, ()))
+            rows += num_drafted
+            context_tokens += (1 + num_drafted) * drawn[0]
+            kv_len[slot] = drawn[-1]
+            slots += [slot] * len(drawn)
+            tokens += drawn
+        seconds = self._cost.seconds(prompt_tokens, pairs, rows, context_tokens) / self._speed()
         start_s = max(self._clock.monotonic() + self._cost.turn_s, self._free_s)
         self._free_s = end_s = start_s + seconds
         self.steps += 1
@@ -97,7 +121,16 @@ class TimedExecutor:
             count = self.info.num_layers
             for layer in range(count):
                 on_layer(layer, Moment(self._clock, start_s + seconds * (layer + 1) / count))
-        return TimedStep(self._clock, end_s, StepResult(slots, [kv_len[slot] for slot in slots]))
+        guesses = {slot: self._guess(kv_len[slot]) for slot in slots} if self.info.guesses else {}
+        return TimedStep(self._clock, end_s, StepResult(slots, tokens, drafts=guesses))
+
+    def _guess(self, newest: int) -> list[int]:
+        """Return a draft behind this token, right up to a random place."""
+        count = 0
+        while count < MAX_DRAFT and self._random.random() < self._acceptance:
+            count += 1
+        right = list(range(newest + 1, newest + 1 + count))
+        return right + [NO_TOKEN] * (MAX_DRAFT - count)
 
     def forget(self, slots: Collection[int]) -> None:
         """Do nothing: an admission sets all that is known of a slot."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import ExecutorInfo
+from chitu.engine.executor import MAX_DRAFT, ExecutorInfo
 from chitu.engine.weights_loader import ReadWeights
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.kv_cache.aux_row import num_aux_rows
@@ -108,8 +108,11 @@ class SimulatedInstance(SimulatedProcess):
         self.rows = HeaderRows(num_aux)
         self.ingress_free_s = 0.0
         max_len = min(profile.max_model_len, profile.num_pages * profile.page_size)
-        facts = ExecutorInfo(num_slots, max_len, ANY_TOKEN, num_layers, ())
-        self.executor = TimedExecutor(facts, profile.cost, self._own, lambda: self.speed)
+        acceptance, most_drafts = profile.draft_acceptance, MAX_DRAFT if profile.draft_acceptance else 0
+        facts = ExecutorInfo(
+            num_slots, max_len, ANY_TOKEN, num_layers, (), most_drafts=most_drafts, guesses=bool(most_drafts)
+        )
+        self.executor = TimedExecutor(facts, profile.cost, self._own, lambda: self.speed, acceptance)
         self.cache = PagedKVCacheManager(profile.num_pages, profile.page_size, b"simulated")
         engine = LoadedEngine(self.executor, self.cache, self.rows, weights=TimedLoader(self._own))
         port = FIRST_PORT + incarnation % (65536 - FIRST_PORT)
@@ -126,6 +129,7 @@ class SimulatedInstance(SimulatedProcess):
             world.config.pd_disaggregation.deadlines,
             request_timeout_s=world.config.request_timeout_s,
             tpot_s=math.inf if tpot_s is None else tpot_s,
+            max_draft_tokens=scheduler.max_draft_tokens,
         )
         info = InstanceInfo(
             *(role, rank, incarnation, "simulated", FIRST_PORT, port, layout, max_len, incarnation),

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from chitu.engine.executor import MAX_DRAFT
 from chitu.errors import ConfigError
 
 VERSION = 1
@@ -86,8 +87,20 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompt tokens of a step, and of one request in a step."""
     overlap: bool = False
     """Whether a step is launched before the one before is read (`scheduler.overlap`)."""
+    draft_acceptance: float = 0.0
+    """Share of drafted tokens that are right (`chitu_draft_tokens_total`); 0: nothing is drafted."""
     measured: dict[str, Any] = {}
     """Where the numbers come from: machine, commit, error of the fit."""
+
+    def token_s(self, batch: int, context: float) -> float:
+        """Return the mean seconds from a request's token to its next in steps of such a batch, with so many tokens in
+        the context of each and drafts as long as they pay."""
+        least_s, tokens = math.inf, 0.0
+        for length in range(MAX_DRAFT + 1 if self.draft_acceptance else 1):
+            tokens += self.draft_acceptance**length
+            rows = batch * (1 + length)
+            least_s = min(least_s, (self.cost.turn_s + self.cost.seconds(0, 0, rows, int(rows * context))) / tokens)
+        return least_s
 
 
 def read_profile(path: str | Path) -> EngineProfile:
@@ -104,6 +117,10 @@ def read_profile(path: str | Path) -> EngineProfile:
         for key, value in msgspec.structs.asdict(part).items():
             if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
                 raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
+    if not 0 <= profile.draft_acceptance < 1:
+        raise ConfigError(
+            f"{path}: draft_acceptance is {profile.draft_acceptance}; a share from 0, below 1, is expected"
+        )
     for key, value in msgspec.structs.asdict(profile).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError(f"{path}: {key} is {value}; at least 1 is expected")

@@ -14,7 +14,7 @@ from chitu.errors import ConfigError
 from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, read_profile, write_profile
 from chitu.tools.size.command import SizeOptions, read_slo, size
 from chitu.tools.size.search import Question, Slo, Split, Trial, _limit, search, splits
-from chitu.tools.size.workload import fixed, read_workload
+from chitu.tools.size.workload import fixed, percentile, read_workload
 
 PROFILE = EngineProfile(
     StepCost(prefill_s=0.01, prompt_token_s=0.001, decode_s=0.05, sequence_s=0.002),
@@ -57,6 +57,26 @@ def test_what_limits_is_what_one_more_of_helps_against() -> None:
 def test_prompts_that_miss_the_bound_by_themselves_are_named() -> None:
     asked = question(1200, 3, count=20)
     assert _limit(asked, Trial(Split(1, 1), 0.1, 20)).startswith("100% of the prompts take longer than ttft")
+
+
+def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None:
+    asked = question(20, 60, sequence_s=0.001)
+    plain, split = asked.profiles[1], Split(1, 1)
+    drafting = msgspec.structs.replace(plain, draft_acceptance=0.8)
+    dear = msgspec.structs.replace(drafting, cost=msgspec.structs.replace(plain.cost, decode_s=0.0, sequence_s=0.01))
+    assert plain.token_s(2, 50) == pytest.approx(0.052)
+    assert drafting.token_s(2, 50) == pytest.approx(
+        min((0.05 + 0.002 * (1 + k)) / sum(0.8**n for n in range(k + 1)) for k in range(16))
+    )
+    assert dear.token_s(2, 50) == pytest.approx(0.02), "a draft was taken to pay where each row costs a whole step"
+    seen = {}
+    for name, profile in (("plain", plain), ("drafting", drafting), ("dear", dear)):
+        asked.profiles = {1: profile}
+        trial = asked.trial(split, 0.05, is_whole=True)  # one at a time
+        assert trial.kept == trial.num_requests == 60 and not trial.failed
+        seen[name] = percentile(sorted(trial.tpots_s), 0.5)
+    assert seen["drafting"] == pytest.approx(drafting.token_s(1, 50), rel=0.2), seen
+    assert seen["plain"] > 2.5 * seen["drafting"] and seen["dear"] < 0.0125, seen
 
 
 def test_a_slow_link_is_named() -> None:
@@ -148,6 +168,7 @@ def test_a_question_gets_a_table_or_numbers_and_a_wrong_one_a_sentence(tmp_path:
         SizeOptions("ttft=1,tpot=1", 1, (str(path),), lengths="9"),
         SizeOptions("ttft=1,tpot=1", 1, (str(path),), lengths="99999:1"),
         SizeOptions("ttft=1e-6,tpot=1", 1, (str(path),), lengths="9:9", requests=5),
+        SizeOptions("ttft=1,tpot=1", 1, (str(path),), lengths="9:9", draft_acceptance=1.0),
     ):
         with pytest.raises(ConfigError):
             size(wrong, Console(file=out), lambda text: None)

@@ -33,6 +33,7 @@ class SizeOptions:
     seed: int = 0
     plot: str | None = None
     is_json: bool = False
+    draft_acceptance: float = 0.0
 
 
 def size(options: SizeOptions, console: Console, say: Callable[[str], None]) -> int:
@@ -42,7 +43,12 @@ def size(options: SizeOptions, console: Console, say: Callable[[str], None]) -> 
     if not 0 < options.share < 1:
         raise ConfigError(f"--share is {options.share:g}; a share between 0 and 1 is expected, such as 0.9")
     slo = Slo(*read_slo(options.slo), options.share)
+    if not 0 <= options.draft_acceptance < 1:
+        raise ConfigError(f"--draft-acceptance is {options.draft_acceptance:g}; a share from 0, below 1, is expected")
     profiles = read_profiles(options.profiles)
+    if options.draft_acceptance:
+        drafting = {"draft_acceptance": options.draft_acceptance}
+        profiles = {size: msgspec.structs.replace(profile, **drafting) for size, profile in profiles.items()}
     workload, is_poisson = _workload(options)
     _check_fits(workload, profiles)
     if options.plot is not None:

@@ -9,6 +9,7 @@ missed. Nothing here is random but the seed of Poisson arrivals.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -150,12 +151,9 @@ class Question:
 
     def max_running(self, tp: int) -> int:
         """Return the largest batch on D whose steps keep `tpot_s`, with answers half done."""
-        profile, cost = self.profiles[tp], self.profiles[tp].cost
-        context = self.workload.mean_prompt + self.workload.mean_output / 2
-        left_s, each_s = self.slo.tpot_s - cost.decode_s - cost.turn_s, cost.sequence_s + context * cost.context_s
-        fits = math.inf if each_s <= 0 else left_s / each_s
-        most = profile.max_running_requests
-        return max(1, most if fits >= most else int(fits))
+        profile, context = self.profiles[tp], self.workload.mean_prompt + self.workload.mean_output / 2
+        batches = range(1, profile.max_running_requests + 1)
+        return max(1, bisect_right(batches, self.slo.tpot_s, key=lambda batch: profile.token_s(batch, context)))
 
     def prompt_s(self, tp: int, tokens: float) -> float:
         """Return the seconds of steps that compute a prompt."""
@@ -176,10 +174,9 @@ class Question:
         """Return about how many requests a second a split serves, from the mean request alone."""
         prompt, output = self.workload.mean_prompt, self.workload.mean_output
         prompt_s = self.prompt_s(split.prefill_tp if split.prefill else split.decode_tp, prompt * (1 - cached_share))
-        batch, cost = self.max_running(split.decode_tp), self.profiles[split.decode_tp].cost
-        profile = self.profiles[split.decode_tp]
+        batch, profile = self.max_running(split.decode_tp), self.profiles[split.decode_tp]
         batch = max(1, min(batch, int(profile.num_pages * profile.page_size / (prompt + output))))
-        answer_s = output * cost.seconds(0, 0, batch, int(batch * (prompt + output / 2))) / batch
+        answer_s = output * profile.token_s(batch, prompt + output / 2) / batch
         pairs = min(split.prefill / max(prompt_s, 1e-9), split.decode / max(answer_s, 1e-9))
         return pairs + split.unified / (prompt_s + answer_s)
 
