@@ -18,7 +18,6 @@ from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, LayerCallback, StepPl
 from chitu.simulation.events import InstanceClock
 from chitu.simulation.profile import StepCost
 
-
 NO_TOKEN = 0
 """Drawn by no step, so wrong in a draft."""
 

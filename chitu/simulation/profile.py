@@ -118,9 +118,7 @@ def read_profile(path: str | Path) -> EngineProfile:
             if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
                 raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
     if not 0 <= profile.draft_acceptance < 1:
-        raise ConfigError(
-            f"{path}: draft_acceptance is {profile.draft_acceptance}; a share from 0, below 1, is expected"
-        )
+        raise ConfigError(f"{path}: draft_acceptance is {profile.draft_acceptance}; a share below 1 is expected")
     for key, value in msgspec.structs.asdict(profile).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError(f"{path}: {key} is {value}; at least 1 is expected")
