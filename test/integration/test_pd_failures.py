@@ -123,7 +123,8 @@ def test_a_killed_decode_instance_costs_its_requests_and_p_serves_the_next(
     pid_of_p = cluster.pid("P0")
 
     for status, text in kill_under_load(cluster, "D0", prompts, max_tokens=2000):
-        assert status == 503 and '"decode_lost"' in text, f"{status}: {text}"
+        assert status == 503, f"{status}: {text}"
+        assert '"decode_lost"' in text or '"transfer_failed"' in text, text  # P may see it first
     cluster.wait_exit("D0")
     cluster.restart("D0")
     cluster.wait_ready()
