@@ -102,10 +102,11 @@ def _start_writer(
         return None
     pool = engine.pool
     verify_kv = topology.dp_config.router.pd_disaggregation.verify_kv
-    sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank, role is not Role.PREFILL)
+    counts_copies = role is not Role.PREFILL
+    sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank, counts_copies)
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
     lanes = main.lane_base, main.num_lanes
-    seals = state_seals_of(pool, tp_rank)
+    seals = state_seals_of(pool, tp_rank, counts_copies)
     writer = ShardFollower(pool.layout, tp_rank, pool, transports, *lanes, sums, tiers, seals)
     writer.start(ServiceThread)
     return writer

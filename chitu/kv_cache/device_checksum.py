@@ -62,12 +62,12 @@ class DevicePageSums:
 
 
 class DeviceStateSeals:
-    def __init__(self, pool: KVPool, tp_rank: int) -> None:
+    def __init__(self, pool: KVPool, tp_rank: int, counts_copies: bool = True) -> None:
         self._rows = pool.state_rows
         self._parts = [(part, UNIT_DTYPES[unit_bytes_of(part)]) for part in StateRow.of(pool.layout).parts]
         self._weights = [
             tuple(torch.from_numpy(each.copy()).to(pool.device) for each in weights)
-            for weights in state_weights(pool.layout, tp_rank)
+            for weights in state_weights(pool.layout, tp_rank, counts_copies)
         ]
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 

@@ -14,6 +14,7 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank
 from chitu.errors import ConfigError, Internal
 from chitu.protocol import ITEM_BYTES, KVLayout, StateTensor
 
@@ -88,37 +89,71 @@ class StateRow:
         if why := why_not_cut(layout.state, layout.tp_size):
             raise ConfigError(f"tp_size: {why}")
         for tensor in layout.state:
-            shape = (tensor.shape[0] // layout.tp_size, *tensor.shape[1:])
+            shape = shape_of(tensor, layout.tp_size)
             nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
             parts.append(StatePart(tensor, shape, offset, nbytes))
             offset += -(-nbytes // STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
         return cls(tuple(parts), offset if parts else 0)
 
 
-def blocks_of(tensor: StateTensor) -> tuple[int, ...]:
-    """Return the sizes of the blocks of dimension 0."""
-    return tensor.cut or tensor.shape[:1]
+class StateBlock(NamedTuple):
+    """A part of dimension 0 of a tensor that is cut for itself."""
+
+    start: int
+    num_heads: int
+    """Parts that a rank holds whole: heads, or single lines."""
+    lines: int
+    """Lines of a head."""
+
+    def held_by(self, tp_size: int, tp_rank: int) -> range:
+        """Return the indices of dimension 0 that a rank holds."""
+        own = kv_heads_of(self.num_heads, tp_size, tp_rank)
+        return range(self.start + own.start * self.lines, self.start + own.stop * self.lines)
+
+    def holders(self, tp_size: int) -> int:
+        """Return how many ranks hold the same head."""
+        return max(1, tp_size // self.num_heads)
 
 
-def lines_of(tensor: StateTensor, tp_size: int, tp_rank: int) -> list[range]:
-    """Return the indices of dimension 0 that a rank holds, a range for each block, in the order in which they lie."""
-    found, start = [], 0
-    for size in blocks_of(tensor):
-        share = size // tp_size
-        found.append(range(start + tp_rank * share, start + (tp_rank + 1) * share))
+def blocks_of(tensor: StateTensor) -> list[StateBlock]:
+    """Return the blocks of dimension 0, in the order in which they lie."""
+    found, start, sizes = [], 0, tensor.cut or tensor.shape[:1]
+    for size, num_heads in zip(sizes, tensor.heads or sizes, strict=True):
+        found.append(StateBlock(start, num_heads, size // num_heads))
         start += size
     return found
 
 
+def lines_of(tensor: StateTensor, tp_size: int, tp_rank: int) -> list[range]:
+    """Return the indices of dimension 0 that a rank holds, a range for each block, in the order in which they lie."""
+    return [block.held_by(tp_size, tp_rank) for block in blocks_of(tensor)]
+
+
+def shape_of(tensor: StateTensor, tp_size: int) -> tuple[int, ...]:
+    """Return the shape of what every rank holds."""
+    lines = sum(block.lines * kv_heads_per_rank(block.num_heads, tp_size) for block in blocks_of(tensor))
+    return lines, *tensor.shape[1:]
+
+
+def state_bytes_of(layout: KVLayout) -> int:
+    """Return the bytes of a request's state over all ranks, without padding. Copies count once for each rank."""
+    return sum(part.nbytes for part in StateRow.of(layout).parts) * layout.tp_size
+
+
+def line_copies(layout: KVLayout) -> int:
+    """Return how often the sum over all ranks of a D counts each line of a state, as `head_copies` of pages."""
+    blocks = (block for tensor in layout.state for block in blocks_of(tensor))
+    return math.lcm(*(block.holders(layout.tp_size) for block in blocks))
+
+
 def why_not_cut(state: tuple[StateTensor, ...], tp_size: int) -> str:
-    """Return why `tp_size` ranks cannot share this state, as a clause; empty if they can. Each block of dimension 0 is
-    cut evenly."""
+    """Return why `tp_size` ranks cannot share this state, as a clause; empty if they can. The heads of each block are
+    shared out evenly, or copied to as many ranks each; lines without heads are never copied."""
     for tensor in state:
-        if any(size % tp_size for size in blocks_of(tensor)):
-            blocks = " + ".join(map(str, blocks_of(tensor)))
-            return (
-                f"{blocks} rows of the state {tensor.name!r} of layer {tensor.layer} cannot be cut for {tp_size} ranks"
-            )
+        counts = [block.num_heads for block in blocks_of(tensor)]
+        if any(count % tp_size and (not tensor.heads or tp_size % count) for count in counts):
+            words = " + ".join(map(str, counts)) + (" heads" if tensor.heads else " rows")
+            return f"{words} of the state {tensor.name!r} of layer {tensor.layer} cannot be cut for {tp_size} ranks"
     return ""
 
 

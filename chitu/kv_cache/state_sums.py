@@ -6,8 +6,9 @@ A row's checksum is the sum, modulo 2**64, over the tensors and the indices (*li
 
 where `unit` are the signed integers of 4 bytes (2 or 1 if a line is no multiple) of a line, and the weights are fixed
 odd random numbers. Lines are counted as in the whole model, so the ranks of P and those of D, which may hold other
-lines, have the same total. It detects every change within a unit, and misses one in 2**32 of others: lines, blocks or
-tensors that changed places, zeros, the state of another request. What it was computed of is in the row's stamp.
+lines, have the same total; where ranks of D hold copies, D's total counts every line `line_copies` times. It detects
+every change within a unit, and misses one in 2**32 of others: lines, blocks or tensors that changed places, zeros, the
+state of another request. What it was computed of is in the row's stamp.
 
 Called by transfer threads and by D's verifying thread, never by a step thread.
 """
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.kv_cache.checksum import CHUNK_BYTES, odd_numbers
-from chitu.kv_cache.state_row import STAMP_BYTES, StatePart, StateRow, lines_of, read_stamp
+from chitu.kv_cache.state_row import STAMP_BYTES, StatePart, StateRow, blocks_of, line_copies, read_stamp
 from chitu.protocol import KVLayout, StateSeal
 
 if TYPE_CHECKING:
@@ -45,25 +46,33 @@ def unit_bytes_of(part: StatePart) -> int:
     return next(size for size in UNITS if part.line_bytes % size == 0)
 
 
-def state_weights(layout: KVLayout, tp_rank: int) -> list[tuple[Int64s, Int64s]]:
-    """Return `(weight, salt)` of each tensor of a rank's row: of the units of a line, and of its own lines."""
-    found = []
+def state_weights(layout: KVLayout, tp_rank: int, counts_copies: bool = True) -> list[tuple[Int64s, Int64s]]:
+    """Return `(weight, salt)` of each tensor of a rank's row: of the units of a line, and of its own lines.
+    `counts_copies`: on a D, where the sum over all ranks counts every line `line_copies` times; False on a P: only the
+    first rank that holds a line counts it."""
+    found, size = [], layout.tp_size
     for index, part in enumerate(StateRow.of(layout).parts):
-        lines = np.concatenate([np.arange(r.start, r.stop) for r in lines_of(part.tensor, layout.tp_size, tp_rank)])
-        salt_L = odd_numbers(5 + index, part.tensor.shape[0])[lines]
-        found.append((odd_numbers(4, part.line_bytes // unit_bytes_of(part)), salt_L))
+        salts, own = odd_numbers(5 + index, part.tensor.shape[0]), []
+        for block in blocks_of(part.tensor):
+            lines, holders = block.held_by(size, tp_rank), block.holders(size)
+            times = line_copies(layout) // holders if counts_copies else int(tp_rank % holders == 0)
+            own.append(salts[lines.start : lines.stop] * np.int64(times))
+        found.append((odd_numbers(4, part.line_bytes // unit_bytes_of(part)), np.concatenate(own)))
     return found
 
 
 class HostStateSeals:
     """Seals of one rank's rows in this process's own memory, which must outlive this object. Any thread."""
 
-    def __init__(self, layout: KVLayout, tp_rank: int, state_base: int, num_slots: int) -> None:
+    def __init__(
+        self, layout: KVLayout, tp_rank: int, state_base: int, num_slots: int, counts_copies: bool = True
+    ) -> None:
+        """`counts_copies`: as for `state_weights`."""
         row = StateRow.of(layout)
         memory = (ctypes.c_uint8 * (num_slots * row.row_bytes)).from_address(state_base)
         self._rows = np.ctypeslib.as_array(memory).reshape(num_slots, row.row_bytes)
         self._parts = row.parts
-        self._weights = state_weights(layout, tp_rank)
+        self._weights = state_weights(layout, tp_rank, counts_copies)
 
     def seal(self, slot: int) -> StateSeal:
         row, total = self._rows[slot], 0
@@ -89,12 +98,13 @@ def reduced(total: int) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def state_seals_of(pool: KVPool, tp_rank: int) -> StateSeals | None:
-    """Return the seals of a rank's pool, computed where its memory is; None without state."""
+def state_seals_of(pool: KVPool, tp_rank: int, counts_copies: bool = True) -> StateSeals | None:
+    """Return the seals of a rank's pool, computed where its memory is; None without state. `counts_copies`: as for
+    `state_weights`."""
     if not pool.num_state_slots:
         return None
     if pool.device.type == "cpu":
-        return HostStateSeals(pool.layout, tp_rank, pool.state_base, pool.num_state_slots)
+        return HostStateSeals(pool.layout, tp_rank, pool.state_base, pool.num_state_slots, counts_copies)
     from chitu.kv_cache.device_checksum import DeviceStateSeals
 
-    return DeviceStateSeals(pool, tp_rank)
+    return DeviceStateSeals(pool, tp_rank, counts_copies)

@@ -15,6 +15,7 @@ import numpy as np
 
 from chitu.clock import Clock
 from chitu.errors import ChituError, TransferFailed
+from chitu.kv_cache.state_row import state_bytes_of
 from chitu.kv_transfer.both_sides import (
     KVManagerConfig,
     OwnMemory,
@@ -71,7 +72,9 @@ class SenderTrace:
             peer_pages=TracedPages.of(destination.pages),
             layout=self._tracer.layout,
             bytes_by_layer=tuple(bytes_by_layer),
-            total_bytes=sum(bytes_by_layer) + self._aux_row_bytes + (theirs.state_bytes if destination.pages else 0),
+            total_bytes=sum(bytes_by_layer)
+            + self._aux_row_bytes
+            + (state_bytes_of(theirs) if destination.pages else 0),
         )
 
     def note_write(

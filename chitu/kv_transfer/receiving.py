@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
 from chitu.kv_cache.checksum import head_copies
-from chitu.kv_cache.state_row import StateStamp
+from chitu.kv_cache.state_row import StateStamp, line_copies, state_bytes_of
 from chitu.kv_transfer.both_sides import (
     TICK_INTERVAL_S,
     Aborted,
@@ -182,7 +182,7 @@ class DecodeReceiver:
             aux_slot,
             (len(pages) - prefix_pages) * page_bytes
             + pool.aux_row_bytes
-            + (self._config.layout.state_bytes if has_state else 0),
+            + (state_bytes_of(self._config.layout) if has_state else 0),
             prefix_pages * page_bytes,
             prefill_rank,
             prefill_incarnation,
@@ -300,7 +300,8 @@ class DecodeReceiver:
         """Return what is wrong with a room's state row."""
         assert self._memory.state_seals is not None, "the layout has state"
         try:
-            check_state(job.status.state, expected, self._memory.state_seals.seal(job.info.dst_state_index))
+            found = self._memory.state_seals.seal(job.info.dst_state_index)
+            check_state(job.status.state, expected, found, line_copies(self._config.layout))
         except ChituError as failure:
             return failure
         return None

@@ -15,7 +15,8 @@ Every index is range-checked here, on both sides, because it becomes an address 
 is a bug (`TransferFailed`), a peer's page is a bad message of that peer (`BadFrame`).
 
 Rows (pure): the logits row goes as one copy from rank 0 to rank 0, the state row of a request from every rank of P to
-the ranks of D that hold the same lines of its tensors, of every block for itself.
+the ranks of D that hold the same lines of its tensors, of every block for itself. Heads of a block that several ranks
+hold have one writer each, chosen as that of a KV head.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank
 from chitu.errors import BadFrame, ChituError, PeerUnreachable, ProtocolError, TransferFailed
-from chitu.kv_cache.state_row import StateRow, lines_of
+from chitu.kv_cache.state_row import StateRow, blocks_of
 from chitu.kv_transfer.layout import PagedMemory, SlotRows, aux_rows_of, state_rows_of
 from chitu.kv_transfer.transports.mapped import as_array
 from chitu.kv_transfer.transports.transport import (
@@ -204,19 +205,19 @@ def checked_pages(
 
 def state_slices(layout: KVLayout, src_rank: int, dst_size: int, dst_rank: int) -> tuple[PageSlice, ...]:
     """Return the parts of a state row that rank `src_rank` of a P of this layout writes to rank `dst_rank` of a D of
-    `dst_size` ranks: of every block of every tensor, the lines that both hold."""
+    `dst_size` ranks: of every block of every tensor the heads that both hold, if this rank is the one that writes
+    them."""
     slices: list[PageSlice] = []
     src_row, dst_row = StateRow.of(layout), StateRow.of(msgspec.structs.replace(layout, tp_size=dst_size))
     for src, dst in zip(src_row.parts, dst_row.parts, strict=True):
         line, src_at, dst_at = src.line_bytes, src.offset, dst.offset
-        blocks = lines_of(src.tensor, layout.tp_size, src_rank), lines_of(src.tensor, dst_size, dst_rank)
-        for src_lines, dst_lines in zip(*blocks, strict=True):
-            first, end = max(src_lines.start, dst_lines.start), min(src_lines.stop, dst_lines.stop)
-            if first < end:
-                offsets = src_at + (first - src_lines.start) * line, dst_at + (first - dst_lines.start) * line
-                _append_slice(slices, PageSlice(*offsets, (end - first) * line))
-            src_at += len(src_lines) * line
-            dst_at += len(dst_lines) * line
+        for block in blocks_of(src.tensor):
+            heads = head_copy(block.num_heads, layout.tp_size, src_rank, dst_size, dst_rank)
+            if heads is not None:
+                src_first, dst_first, nbytes = (line * block.lines * number for number in heads)
+                _append_slice(slices, PageSlice(src_at + src_first, dst_at + dst_first, nbytes))
+            src_at += len(block.held_by(layout.tp_size, src_rank)) * line
+            dst_at += len(block.held_by(dst_size, dst_rank)) * line
     return tuple(slices)
 
 

@@ -248,6 +248,9 @@ class StateTensor(Wire, frozen=True):
     cut: tuple[int, ...] = ()
     """Sizes of the blocks of dimension 0, each of which is cut for itself, as those of a convolution over keys, keys
     and values side by side; empty: one block."""
+    heads: tuple[int, ...] = ()
+    """Heads (or groups of heads) of each block, which a rank holds whole. They are shared out like KV heads: of fewer
+    heads than ranks, neighbouring ranks hold copies. Empty: a block is cut between any two lines and never copied."""
 
     @property
     def nbytes(self) -> int:
@@ -328,7 +331,7 @@ class KVLayout(Wire, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's state over all TP ranks."""
+        """Bytes of a request's state in the whole model; `state_bytes_of` (`kv_cache/state_row.py`) counts copies."""
         return sum(tensor.nbytes for tensor in self.state)
 
     @classmethod

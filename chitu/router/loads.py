@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from chitu.config.schema import SLOConfig
+from chitu.kv_cache.state_row import state_bytes_of
 from chitu.protocol import InstanceInfo, LoadReport, StepRates
 from chitu.router.candidates import InstanceKey, instance_key
 from chitu.types import Role
@@ -138,7 +139,7 @@ class InstanceLoad:
     def of(cls, info: InstanceInfo, slo: SLOConfig, memory_s: float) -> InstanceLoad:
         layout, rates = info.layout, (QueueRate(memory_s), QueueRate(memory_s))
         token_bytes = layout.bytes_per_page * layout.tp_size / layout.page_size
-        row_bytes = 4.0 * layout.aux_numbers + layout.state_bytes
+        row_bytes = 4.0 * layout.aux_numbers + state_bytes_of(layout)
         bound_s = math.inf if slo.tpot_s is None else slo.tpot_s
         return cls(instance_key(info), info, *rates, token_bytes, row_bytes, bound_s)
 

@@ -108,7 +108,9 @@ class Compositions:
         # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
         sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
         kv_pool = cast("KVPool", pool)
-        sums, seals = sums_of(kv_pool, MAIN_RANK, role is not Role.PREFILL), state_seals_of(kv_pool, MAIN_RANK)
+        counts_copies = role is not Role.PREFILL
+        sums = sums_of(kv_pool, MAIN_RANK, counts_copies)
+        seals = state_seals_of(kv_pool, MAIN_RANK, counts_copies)
         return OwnMemory(pool, self._engine.aux, self._transports, sums, seals)
 
 

@@ -25,6 +25,11 @@ STATE = (
     StateTensor(1, "window", "bfloat16", (64, 5), (16, 16, 32)),
 )
 """A matrix, and the inputs of a convolution: keys, keys and values of twice the width."""
+COPIED_STATE = (
+    StateTensor(0, "sum", "float32", (16, 3)),
+    StateTensor(1, "window", "bfloat16", (56, 5), (32, 16, 8), (4, 2, 1)),
+)
+"""The same for a Mamba of four heads whose second block has two groups and whose third has one, which ranks copy."""
 PROMPT = bytes(range(40))
 """Ten tokens, of which the states are."""
 
@@ -49,7 +54,7 @@ class RankPool:
     """`PagedMemory` of one rank; `kv`: by region, int32 `[pages, heads, elements of a head]`; `states`: uint8 `[state
     slots, row bytes]`."""
 
-    def __init__(self, layout: KVLayout, tp_rank: int) -> None:
+    def __init__(self, layout: KVLayout, tp_rank: int, is_target: bool) -> None:
         self.layout = layout
         self.heads = [kv_heads_of(region.num_kv_heads, layout.tp_size, tp_rank) for region in layout.regions]
         """By region."""
@@ -73,7 +78,8 @@ class RankPool:
         self.state_base = self.arena_base + state_at
         self.rows = self.arena[aux_at:state_at].reshape(self.num_aux_slots, AUX_ROW_BYTES)
         self.states = self.arena[state_at:].reshape(self.num_state_slots, self.state_row_bytes)
-        self.seals = HostStateSeals(layout, tp_rank, self.state_base, self.num_state_slots) if layout.state else None
+        rows = layout, tp_rank, self.state_base, self.num_state_slots
+        self.seals = HostStateSeals(*rows, counts_copies=is_target) if layout.state else None
 
     def fill(self) -> None:
         """Fill with what the model would compute: a function of region, page, head and element."""
@@ -104,8 +110,9 @@ class Ranks:
     """The ranks of one instance: a pool and a transport each."""
 
     def __init__(self, fabric: FakeFabric, name: str, layout: KVLayout) -> None:
+        """`name`: "p", or "d", whose seals count copies."""
         self.layout = layout
-        self.pools = [RankPool(layout, rank) for rank in range(layout.tp_size)]
+        self.pools = [RankPool(layout, rank, name == "d") for rank in range(layout.tp_size)]
         self.transports = [FakeTransport(fabric, f"{name}.{rank}") for rank in range(layout.tp_size)]
         for pool, transport in zip(self.pools, self.transports, strict=True):
             transport.register(pool.arena_base, pool.arena_bytes)

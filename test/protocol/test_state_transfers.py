@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 import pytest
-from shard_pools import EMPTY, NUM_STATES, PROMPT, STATE, Ranks, layout_of
+from shard_pools import COPIED_STATE, EMPTY, NUM_STATES, PROMPT, STATE, Ranks, layout_of
 from support.fake_transport import FakeFabric, Fault, FaultKind
 
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
-from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of
+from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of, line_copies, lines_of, state_bytes_of
 from chitu.kv_transfer.layout import check_compatible, check_state
 from chitu.kv_transfer.peers import check_registration
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPStateSeals
@@ -22,7 +22,6 @@ from chitu.protocol import KVLayout, StateSeal, StateTensor
 
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4)]
 STAMP = StateStamp(len(PROMPT) // 4, digest_of(PROMPT))
-STATE_BYTES = layout_of(4, 1, STATE).state_bytes
 
 
 def thread(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -76,8 +75,13 @@ class Instances:
 
 
 @pytest.fixture(params=SIZES, ids=lambda sizes: f"{sizes[0]}to{sizes[1]}")
-def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
-    made = Instances(*request.param)
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+@pytest.fixture(params=[STATE, COPIED_STATE], ids=["cut", "copied"])
+def instances(request: pytest.FixtureRequest, sizes: tuple[int, int]) -> Iterator[Instances]:
+    made = Instances(*sizes, request.param)
     yield made
     made.close()
 
@@ -92,6 +96,18 @@ def check_rows(instances: Instances, dst_slot: int, src_slot: int) -> None:
             assert (pool.states[slot, STAMP_BYTES:] == expected[STAMP_BYTES:]).all()
 
 
+def bytes_of(instances: Instances) -> int:
+    """Return the bytes of a state on all ranks of D, by the shapes above."""
+    num_ranks, line_bytes = len(instances.d.pools), 5 * 2
+    if instances.d.layout.state is STATE:
+        return 16 * 3 * 4 + 64 * line_bytes
+    return 16 * 3 * 4 + (32 + 8 * max(2, num_ranks) + 8 * num_ranks) * line_bytes
+
+
+def check_sums(instances: Instances, sent: StateSeal, dst_slot: int) -> None:
+    check_state(sent, STAMP, instances.d_seals(dst_slot), line_copies(instances.d.layout))
+
+
 def test_every_line_of_a_state_lands_once_in_its_place(instances: Instances) -> None:
     places: list[int] = []
     instances.fabric.on_write = lambda peer, copies: places.extend(
@@ -99,15 +115,38 @@ def test_every_line_of_a_state_lands_once_in_its_place(instances: Instances) -> 
     )
     moved = instances.open().write_state(2, 1, 5.0)
     check_rows(instances, 1, 2)
-    assert sum(moved) == len(places) == len(set(places)) == STATE_BYTES
+    assert sum(moved) == len(places) == len(set(places)) == bytes_of(instances)
+    assert state_bytes_of(instances.d.layout) == bytes_of(instances)
     assert len(moved) == len(instances.p.pools)
 
 
 def test_the_ranks_of_both_sides_have_the_same_checksum(instances: Instances) -> None:
     instances.open().write_state(0, 2, 5.0)
-    sent, found = instances.p_seals(0), instances.d_seals(2)
-    check_state(sent, STAMP, found)
-    assert sent.sum == found.sum != instances.p_seals(1).sum
+    sent = instances.p_seals(0)
+    check_sums(instances, sent, 2)
+    assert sent.sum != instances.p_seals(1).sum
+    with pytest.raises(Integrity):
+        check_sums(instances, instances.p_seals(1), 2)
+
+
+@pytest.mark.parametrize("src_size", [1, 2, 4])
+def test_the_sum_of_p_does_not_depend_on_its_copies(src_size: int) -> None:
+    seals = []
+    for size in (1, src_size):
+        instances = Instances(size, 1, COPIED_STATE)
+        seals.append(instances.p_seals(1))
+        instances.close()
+    assert seals[0] == seals[1]
+
+
+def test_a_head_that_all_ranks_hold_has_one_writer_for_each_rank_of_d(sizes: tuple[int, int]) -> None:
+    src_size, dst_size = sizes
+    layout = layout_of(4, src_size, (StateTensor(0, "group", "float32", (8, 2), (8,), (1,)),))
+    for dst in range(dst_size):
+        moved = [state_slices(layout, src, dst_size, dst) for src in range(src_size)]
+        (writer,) = (src for src, parts in enumerate(moved) if parts)
+        assert writer == dst * src_size // dst_size
+        assert [part.nbytes for part in moved[writer]] == [layout.state_bytes]
 
 
 def test_equal_ranks_move_a_row_as_one_piece() -> None:
@@ -124,9 +163,10 @@ def test_every_changed_unit_of_a_row_shows(instances: Instances) -> None:
             before = pool.states[0, place]
             pool.states[0, place] ^= 0x40
             is_padding = not any(part.offset <= place < part.offset + part.nbytes for part in pool.row.parts)
-            assert (instances.d_seals(0).sum == sent.sum) == is_padding
+            right = sent.sum * line_copies(instances.d.layout)
+            assert ((instances.d_seals(0).sum - right) % (1 << 64) == 0) == is_padding
             pool.states[0, place] = before
-    assert instances.d_seals(0).sum == sent.sum
+    check_sums(instances, sent, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- planted mistakes
@@ -136,9 +176,9 @@ def swap_blocks(instances: Instances) -> None:
     """Swap the first two blocks of the convolution on every rank of D: keys for keys of another kind."""
     for pool in instances.d.pools:
         part = pool.row.parts[1]
-        size = part.nbytes // 4
-        lines = pool.states[1, part.offset : part.offset + 2 * size].reshape(2, size)
-        lines[:] = lines[::-1].copy()
+        lines = pool.states[1, part.offset : part.offset + part.nbytes].reshape(part.shape[0], -1)
+        size = min(len(block) for block in lines_of(part.tensor, len(instances.d.pools), pool.tp_rank)[:2])
+        lines[: 2 * size] = np.roll(lines[: 2 * size], size, 0)
 
 
 def zero(instances: Instances) -> None:
@@ -163,10 +203,10 @@ def fill_with_nan(instances: Instances) -> None:
 def test_a_wrong_row_on_d_is_found(instances: Instances, fault: Callable[[Instances], None]) -> None:
     instances.open().write_state(0, 1, 5.0)
     sent = instances.p_seals(0)
-    check_state(sent, STAMP, instances.d_seals(1))
+    check_sums(instances, sent, 1)
     fault(instances)
     with pytest.raises(Integrity, match="checksum of the state"):
-        check_state(sent, STAMP, instances.d_seals(1))
+        check_sums(instances, sent, 1)
 
 
 def test_a_convolution_that_is_cut_as_one_piece_is_found() -> None:
@@ -280,7 +320,7 @@ def test_a_flipped_bit_on_the_way_is_found(instances: Instances) -> None:
     instances.fabric.inject(Fault(FaultKind.CORRUPT, byte=50))
     instances.open().write_state(0, 1, 5.0)
     with pytest.raises(Integrity, match="checksum of the state"):
-        check_state(instances.p_seals(0), STAMP, instances.d_seals(1))
+        check_sums(instances, instances.p_seals(0), 1)
 
 
 def layout_with_gap() -> KVLayout:

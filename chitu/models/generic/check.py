@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from chitu.errors import UnsupportedModel
+from chitu.kv_cache.state_row import shape_of
 from chitu.models.config import ModelSpec
 from chitu.models.generic.library import library_version
 from chitu.models.model import Model
@@ -98,10 +99,10 @@ class ScratchCache:
 
 def _shrunk_ring(tensor: StateTensor, tp_size: int) -> tuple[int, ...]:
     """Return the shape of a rank's state; of the ring of a window as short as the window will be."""
-    first, *others = tensor.shape
+    first, *others = shape_of(tensor, tp_size)
     if tensor.name in (KEYS, VALUES):
         others[0] = min(others[0], SHRUNK)
-    return first // tp_size, *others
+    return first, *others
 
 
 class CheckRows(NamedTuple):

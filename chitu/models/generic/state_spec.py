@@ -33,10 +33,12 @@ class MixerShape(NamedTuple):
     """Shape of a mixer's state."""
 
     blocks: tuple[int, ...]
-    """Channels of the convolution, in the blocks that tensor parallelism would cut one by one."""
+    """Channels of the convolution, in the blocks that tensor parallelism cuts one by one."""
     kernel: int
     recurrent: tuple[int, ...] = ()
     """Heads first; () if the convolution is all that the mixer remembers."""
+    heads: tuple[int, ...] = ()
+    """Heads or groups of each block, which a rank holds whole; () if any channel can be cut from the next."""
 
 
 class Family(NamedTuple):
@@ -127,7 +129,8 @@ def _delta_net(config: Config) -> MixerShape:
     key, value = _size(config, "linear_key_head_dim", 128), _size(config, "linear_value_head_dim", 128)
     num_keys, num_values = _size(config, "linear_num_key_heads", 16), _size(config, "linear_num_value_heads", 32)
     blocks = (num_keys * key, num_keys * key, num_values * value)
-    return MixerShape(blocks, _size(config, "linear_conv_kernel_dim", 4), (num_values, key, value))
+    kernel, heads = _size(config, "linear_conv_kernel_dim", 4), (num_keys, num_keys, num_values)
+    return MixerShape(blocks, kernel, (num_values, key, value), heads)
 
 
 def _kimi_delta(config: Config) -> MixerShape:
@@ -135,7 +138,7 @@ def _kimi_delta(config: Config) -> MixerShape:
     heads = _size(part, "num_heads", _size(config, "linear_num_heads", 32))
     width = _size(part, "head_dim", _size(config, "linear_head_dim", 128))
     kernel = _size(part, "short_conv_kernel_size", _size(config, "linear_conv_kernel_dim", 4))
-    return MixerShape((heads * width,) * 3, kernel, (heads, width, width))
+    return MixerShape((heads * width,) * 3, kernel, (heads, width, width), (heads,) * 3)
 
 
 def _mamba2(config: Config) -> MixerShape:
@@ -153,7 +156,8 @@ def _mamba2_of(config: Config, inner: int) -> MixerShape:
     state, heads = _size(config, "mamba_d_state", 256), _size(config, "mamba_n_heads", 128)
     groups = _size(config, "mamba_n_groups", 1)
     blocks = (inner, groups * state, groups * state)
-    return MixerShape(blocks, _size(config, "mamba_d_conv", 4), (heads, inner // heads, state))
+    kernel = _size(config, "mamba_d_conv", 4)
+    return MixerShape(blocks, kernel, (heads, inner // heads, state), (heads, groups, groups))
 
 
 def _nemotron_mamba2(config: Config) -> MixerShape:
@@ -161,7 +165,8 @@ def _nemotron_mamba2(config: Config) -> MixerShape:
     groups = _size(config, "mamba_n_groups", _size(config, "n_groups", 8))
     kernel = _size(config, "mamba_d_conv", _size(config, "conv_kernel", 4))
     state = _size(config, "ssm_state_size", 128)
-    return MixerShape((heads * width, groups * state, groups * state), kernel, (heads, width, state))
+    blocks = (heads * width, groups * state, groups * state)
+    return MixerShape(blocks, kernel, (heads, width, state), (heads, groups, groups))
 
 
 def _mamba1(config: Config) -> MixerShape:
@@ -201,11 +206,11 @@ def state_tensors(config: Config) -> tuple[StateTensor, ...]:
     if family is None:
         return ()
     mixer = family.mixer(config)
-    conv = (CONV, "auto", (sum(mixer.blocks), mixer.kernel), mixer.blocks)
-    tensors = [conv, (RECURRENT, "float32", mixer.recurrent, ())] if mixer.recurrent else [conv]
+    conv = (CONV, "auto", (sum(mixer.blocks), mixer.kernel), mixer.blocks, mixer.heads)
+    tensors = [conv, (RECURRENT, "float32", mixer.recurrent, (), ())] if mixer.recurrent else [conv]
     return tuple(
-        StateTensor(layer=layer, name=name, dtype=of, shape=shape, cut=cut)
+        StateTensor(layer=layer, name=name, dtype=of, shape=shape, cut=cut, heads=heads)
         for layer, kind in enumerate(family.kinds(config))
         if kind in (LINEAR, HYBRID, CONV)
-        for name, of, shape, cut in tensors
+        for name, of, shape, cut, heads in tensors
     )
