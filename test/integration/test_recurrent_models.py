@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,11 +14,11 @@ import torch
 import transformers
 from checkpoint_table import Checkpoint, Instance, error_of, prompts, undivided
 from engine_checkpoints import GREEDY, PAGE_SIZE, chunks_of
-from thread_ranks import Meeting, ThreadRank
+from recurrent_checkpoints import FAMILIES, write_family
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import CopyState, FirstToken, KeepState, PrefillChunk, StepPlan
-from chitu.errors import ConfigError, Internal, UnsupportedModel
+from chitu.errors import Internal, UnsupportedModel
 from chitu.kv_cache.state_row import read_stamp, stamp_of
 from chitu.models.config import read_model_spec
 from chitu.models.generic.check import check
@@ -29,132 +29,8 @@ from chitu.protocol import pack_i32
 TOLERANCE = 1e-5
 SEEN = 1e-3
 """Least error of a planted fault."""
-COMMON = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "max_position_embeddings": 1024,
-    "num_attention_heads": 4,
-    "pad_token_id": None,
-}
-DELTA_NET = {
-    "head_dim": 16,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
-HYBRID = {"intermediate_size": 96, "num_hidden_layers": 4, "num_key_value_heads": 2}
-LFM2 = {**HYBRID, "layer_types": ["conv", "conv", "full_attention", "conv"]}
-
-
-class Family(NamedTuple):
-    """A class of transformers, and its config."""
-
-    name: str
-    keys: dict[str, Any]
-
-
-FAMILIES = {
-    "qwen3_next": Family("Qwen3Next", {**HYBRID, **DELTA_NET}),
-    "qwen3_5_moe": Family("Qwen3_5Moe", {**HYBRID, **DELTA_NET}),
-    "granite_4_h": Family(
-        "GraniteMoeHybrid",
-        {
-            **HYBRID,
-            **MAMBA_2,
-            "layer_types": ["mamba", "mamba", "attention", "mamba"],
-            "shared_intermediate_size": 48,
-            "num_local_experts": 4,
-            "logits_scaling": 3.0,
-        },
-    ),
-    "nemotron_3": Family(
-        "NemotronH",
-        {
-            "intermediate_size": 96,
-            "num_key_value_heads": 2,
-            "hybrid_override_pattern": "ME*M-E",
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-            "chunk_size": 16,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-        },
-    ),
-    "kimi_linear": Family(
-        "KimiLinear",
-        {
-            **HYBRID,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "kv_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_token": 2,
-            "linear_attn_config": {
-                "full_attn_layers": [3],
-                "kda_layers": [1, 2, 4],
-                "num_heads": 4,
-                "head_dim": 16,
-                "short_conv_kernel_size": 4,
-            },
-        },
-    ),
-    "lfm2": Family("Lfm2", LFM2),
-    "lfm2_moe": Family("Lfm2Moe", {**LFM2, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
-    "bamba": Family("Bamba", {**HYBRID, **MAMBA_2, "attn_layer_indices": [2]}),
-    "falcon_h1": Family("FalconH1", {**HYBRID, **MAMBA_2, "mamba_d_ssm": 96, "mamba_n_heads": 6}),
-    "jamba": Family(
-        "Jamba",
-        {**HYBRID, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 8},
-    ),
-}
-WITH_BLOCKS = ("qwen3_next", "qwen3_5_moe", "granite_4_h", "nemotron_3", "kimi_linear", "bamba", "falcon_h1")
-"""Families whose convolutions run over several blocks side by side."""
-
-
-def _randomise(model: transformers.PreTrainedModel) -> None:
-    """Draw all weights such that a state is remembered for long and weighs much."""
-    source = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.copy_(torch.linspace(0.05, 0.6, parameter.numel()).view(parameter.shape).log())
-            elif name.endswith("dt_bias") or "dt_proj.bias" in name:
-                parameter.uniform_(-0.5, 0.5, generator=source)
-            elif "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=source), alpha=0.1)
-            elif "conv" in name and parameter.dim() == 3:
-                parameter.normal_(0, 0.4, generator=source)
-            elif parameter.dim() < 2:
-                parameter.normal_(0, 0.2, generator=source)
-            else:
-                parameter.normal_(0, 0.7 * parameter.shape[-1] ** -0.5, generator=source)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.2, generator=source)
-
-
-def _write(folder: Path, family: Family) -> Checkpoint:
-    kind = getattr(transformers, f"{family.name}ForCausalLM")
-    torch.manual_seed(5)
-    model = kind(kind.config_class(**COMMON, **family.keys)).float().eval()
-    _randomise(model)
-    transformers.logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    return Checkpoint(folder, model)
+ONE_BLOCK = ("lfm2", "lfm2_moe", "jamba")
+"""Families whose convolutions do not run over several blocks side by side."""
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(name: str) -> Checkpoint:
         if name not in made:
-            made[name] = _write(tmp_path_factory.mktemp(name), FAMILIES[name])
+            made[name] = write_family(tmp_path_factory.mktemp(name), FAMILIES[name])
         return made[name]
 
     return get
@@ -276,7 +152,7 @@ def test_pages_and_a_state_row_are_all_that_another_instance_needs(checkpoints: 
     there = _HandOver(checkpoints(name))
     assert there.error() < TOLERANCE
     for fault, plant in FAULTS.items():
-        if name in WITH_BLOCKS or fault in ("no state", "one chunk old", "convolution of another"):
+        if name not in ONE_BLOCK or fault in ("no state", "one chunk old", "convolution of another"):
             assert there.error(plant) > SEEN, fault
     assert there.error() < TOLERANCE
 
@@ -366,11 +242,6 @@ def test_jamba_goes_on_token_by_token_because_its_scan_begins_with_nothing(check
             out = checkpoint.reference(ids, position_ids=positions, past_key_values=cache, use_cache=True)
         theirs = checkpoint.logits(prompt, [0])[0]
     assert float((out.logits[0, -1] - theirs).abs().max() / theirs.abs().max()) > SEEN
-
-
-def test_several_ranks_are_refused_by_name(checkpoints: Any) -> None:
-    with pytest.raises(ConfigError, match="tp_size 2: Qwen3NextForCausalLM is served with tp_size 1 only"):
-        load_model(checkpoints("qwen3_next").folder, "float32", shard=ThreadRank(Meeting(2), 0))
 
 
 @pytest.mark.parametrize(
