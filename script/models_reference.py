@@ -2,7 +2,8 @@
 they are out of date.
 
 The list is `test/support/checkpoints.py`; a test compares the logits of each row that loads. What a row says beside
-that is what `read_model_spec` reads from its config.json. The text around the tables is written by hand.
+that is what `read_model_spec` reads from its config.json, and whether its modules can be cut for two ranks. The text
+around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "test"))
 
+import torch  # noqa: E402
 from support.checkpoints import ROWS, Row, write_row_config  # noqa: E402
 
 from chitu.errors import ConfigError  # noqa: E402
 from chitu.models.config import ModelSpec, read_model_spec  # noqa: E402
+from chitu.models.generic.filling import TextParts  # noqa: E402
 from chitu.models.generic.library import library_version  # noqa: E402
+from chitu.models.generic.model import empty_model  # noqa: E402
+from chitu.models.generic.sharding import Sharding  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- generated: {} -->\n", "<!-- end -->\n"
@@ -29,6 +34,18 @@ BEGIN, END = "<!-- generated: {} -->\n", "<!-- end -->\n"
 class Served(NamedTuple):
     row: Row
     spec: ModelSpec
+
+
+class OneOfTwo:
+    """A `Shard` that is asked for nothing but its place."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gather_columns(self, x_RC: torch.Tensor, widths: object) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def main() -> None:
@@ -67,10 +84,22 @@ def _served(served: list[Served]) -> Iterator[str]:
         forms = dict.fromkeys(each.spec.quantization.words if each.spec.quantization else "plain" for each in same)
         kept = dict.fromkeys(kind for each in same for kind in _kept(each.spec))
         names = [each.row.name + (" (text)" if each.spec.is_text_part else "") for each in same]
-        ranks = "any" if code == "own" else "1" if same[0].spec.state else "by plan"
+        ranks = "any" if code == "own" or _can_be_cut(same[0]) else "1"
         yield (
             f"| `{architecture}` | {code} | {', '.join(forms)} | {', '.join(kept)} | {ranks} | {', '.join(names)} |\n"
         )
+
+
+def _can_be_cut(served: Served) -> bool:
+    """Return whether the modules of transformers can be cut, from an empty model."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_row_config(served.row, Path(folder))
+        parts = TextParts(empty_model(folder, served.spec, torch.float32))
+    try:
+        Sharding(parts.decoder, f"{parts.decoder_name}.", served.spec, OneOfTwo())
+    except ConfigError:
+        return False
+    return True
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:

@@ -49,8 +49,15 @@ CUT = (
     "GLM-4.5",
     "gemma-3-27b-it",
     "Llama-4-Scout-17B-16E-Instruct",
+    "gpt-oss-20b",
+    "Qwen3-Next-80B-A3B-Instruct",
+    "Qwen3.6-35B-A3B-FP8",
+    "granite-4.0-h-small",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Kimi-Linear-48B-A3B",
 )
-"""Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
+"""Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights, sinks,
+states of recurrent layers."""
 KINDS = (
     "Qwen3-32B",
     "DeepSeek-V3-bf16",

@@ -23,7 +23,16 @@ from chitu.engine.sampler import Sampler
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.device_checksum import DeviceStateSeals
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_cache.state_row import NO_STAMP, STAMP_BYTES, StateRow, StateStamp, digest_of, read_stamp
+from chitu.kv_cache.state_row import (
+    NO_STAMP,
+    STAMP_BYTES,
+    StateRow,
+    StateStamp,
+    digest_of,
+    line_copies,
+    read_stamp,
+    state_bytes_of,
+)
 from chitu.kv_cache.state_sums import HostStateSeals
 from chitu.protocol import SamplingParams, StateTensor, pack_i32
 from chitu.types import Role
@@ -85,6 +94,21 @@ def test_a_state_that_the_ranks_cannot_cut_is_refused_by_name() -> None:
     blocks = StateTensor(3, "conv", "float32", (14, 4), (6, 6, 2))
     with pytest.raises(ConfigError, match=r"6 \+ 6 \+ 2 rows of the state 'conv' of layer 3 cannot be cut for 4 ranks"):
         StateRow.of(msgspec.structs.replace(LAYOUT, state=(blocks,), tp_size=4))
+    heads = msgspec.structs.replace(blocks, heads=(3, 3, 1))
+    with pytest.raises(
+        ConfigError, match=r"3 \+ 3 \+ 1 heads of the state 'conv' of layer 3 cannot be cut for 2 ranks"
+    ):
+        StateRow.of(msgspec.structs.replace(LAYOUT, state=(heads,), tp_size=2))
+
+
+@pytest.mark.parametrize(("tp_size", "lines"), [(1, 14), (2, 8), (4, 6)])
+def test_ranks_hold_copies_of_heads_that_are_fewer(tp_size: int, lines: int) -> None:
+    """Of 8, 4 and 2 lines that belong to 4 heads, to 2 and to 1."""
+    heads = StateTensor(3, "conv", "float32", (14, 4), (8, 4, 2), (4, 2, 1))
+    layout = msgspec.structs.replace(LAYOUT, state=(heads,), tp_size=tp_size)
+    assert [part.shape for part in StateRow.of(layout).parts] == [(lines, 4)]
+    assert state_bytes_of(layout) == tp_size * lines * 4 * 4
+    assert line_copies(layout) == tp_size
 
 
 def test_the_tensors_of_a_pool_are_views_of_its_rows() -> None:
@@ -192,15 +216,18 @@ def test_logits_show_a_wrong_state(fault: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_device_has_the_checksums_of_the_host(dtype: str, tp_size: int) -> None:
-    state = (StateTensor(0, "a", dtype, (8, 3, 5)), StateTensor(1, "b", dtype, (16, 3), (4, 4, 8)))
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("counts_copies", [True, False])
+def test_a_device_has_the_checksums_of_the_host(dtype: str, tp_size: int, counts_copies: bool) -> None:
+    """The second block of `b` has two groups."""
+    state = (StateTensor(0, "a", dtype, (8, 3, 5)), StateTensor(1, "b", dtype, (16, 3), (4, 4, 8), (4, 2, 4)))
     layout = msgspec.structs.replace(LAYOUT, state=state, tp_size=tp_size)
     for rank in range(tp_size):
         pool = KVPool(layout, 2, 1, num_state_slots=3)
         pool.state_rows.copy_(torch.randint(0, 256, pool.state_rows.shape, dtype=torch.uint8))
-        host = HostStateSeals(layout, rank, pool.state_base, 3)
-        assert [host.seal(slot) for slot in range(3)] == [DeviceStateSeals(pool, rank).seal(slot) for slot in range(3)]
+        host = HostStateSeals(layout, rank, pool.state_base, 3, counts_copies)
+        device = DeviceStateSeals(pool, rank, counts_copies)
+        assert [host.seal(slot) for slot in range(3)] == [device.seal(slot) for slot in range(3)]
 
 
 def test_the_number_of_rows_is_that_of_the_requests_that_may_hold_one_in_half_of_the_memory() -> None:

@@ -80,6 +80,23 @@ def test_the_states_of_published_configs(config, attending, recurrent_bytes, con
     assert {tensor.dtype for tensor in states} <= {"float32"}
 
 
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (QWEN3_NEXT, (16, 16, 32)),
+        (GRANITE_4_H_SMALL, (128, 1, 1)),
+        (NEMOTRON_3_NANO, (64, 8, 8)),
+        (KIMI_LINEAR, (32, 32, 32)),
+        (LFM2, ()),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_ranks_cut_a_convolution_by_heads_and_groups(config, heads):
+    """By channels if it has none."""
+    assert {tensor.heads for tensor in state_tensors(config) if tensor.name == "conv"} == {heads}
+    assert {tensor.heads for tensor in state_tensors(config) if tensor.name == "recurrent"} <= {()}
+
+
 def test_a_layer_with_attention_and_a_state_is_both():
     config = {"model_type": "falcon_h1", "num_hidden_layers": 2, "hidden_size": 64, "mamba_d_ssm": 96}
     config |= {"mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 1}
