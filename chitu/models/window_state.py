@@ -33,7 +33,7 @@ def with_window_state(spec: ModelSpec, is_wanted: bool = True) -> ModelSpec:
     if not kept:
         raise ConfigError("cache.window_state: every layer of this model has a window, so no layer would have pages")
     tensors = [
-        StateTensor(layer, name, "auto", (group.num_kv_heads, group.window or 0, head_dim))
+        StateTensor(layer, name, "auto", (group.num_kv_heads, group.window or 0, head_dim), heads=(group.num_kv_heads,))
         for group in rings
         for layer in group.layers
         for name, head_dim in zip((KEYS, VALUES), group.head_dims, strict=True)

@@ -56,8 +56,8 @@ CUT = (
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Kimi-Linear-48B-A3B",
 )
-"""Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights, sinks,
-states of recurrent layers."""
+"""Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights,
+sinks, states of recurrent layers."""
 KINDS = (
     "Qwen3-32B",
     "DeepSeek-V3-bf16",

@@ -100,6 +100,12 @@ def test_logits_of_several_ranks_are_those_of_transformers(checkpoints: Any, nam
     assert error_of(checkpoint, undivided(checkpoint.folder, prompts((3, 51, 30)), 23, size)) < TOLERANCE
 
 
+@pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")
+def test_windows_in_state_rows_are_cut_and_copied_like_kv_heads(checkpoints: Any, size: int) -> None:
+    checkpoint = checkpoints("gpt_oss")
+    assert error_of(checkpoint, undivided(checkpoint.folder, prompts((3, 51, 80)), 23, size, True)) < TOLERANCE
+
+
 def whole_states(pools: Sequence[KVPool], row: int) -> dict[tuple[int, str], torch.Tensor]:
     """Return the states of a row as in the whole model, put together from the ranks. Copies must have the same bits."""
     whole: dict[tuple[int, str], torch.Tensor] = {}

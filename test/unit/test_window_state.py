@@ -62,11 +62,11 @@ def test_each_window_layer_becomes_two_tensors_and_leaves_the_pages() -> None:
     kept = with_window_state(replace(spec, state=(StateTensor(1, "sum", "float32", (4, 4)),)))
     assert kept.groups == (CacheGroup((1,), 4, (8, 6)),)
     assert kept.state == (
-        StateTensor(0, KEYS, "auto", (4, 5, 8)),
-        StateTensor(0, VALUES, "auto", (4, 5, 6)),
+        StateTensor(0, KEYS, "auto", (4, 5, 8), heads=(4,)),
+        StateTensor(0, VALUES, "auto", (4, 5, 6), heads=(4,)),
         StateTensor(1, "sum", "float32", (4, 4)),
-        StateTensor(2, KEYS, "auto", (4, 5, 8)),
-        StateTensor(2, VALUES, "auto", (4, 5, 6)),
+        StateTensor(2, KEYS, "auto", (4, 5, 8), heads=(4,)),
+        StateTensor(2, VALUES, "auto", (4, 5, 6), heads=(4,)),
     )
     assert with_window_state(spec, is_wanted=False) is spec
     assert with_window_state(replace(spec, max_model_len=5)).state == (), "no sequence exceeds the window"

@@ -12,7 +12,7 @@ embedding stay whole. Called while the model is built; its hooks run on the step
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,9 +69,10 @@ class Sharding:
         """Biases that are added before a sum, so by the main rank alone."""
         self._mixers = self._cut_mixers()
         self._add_styles_of_structure()
+        self._attentions = self._cut_attentions()
         layers = {layer for group in spec.groups for layer in group.layers}
-        layers |= {tensor.layer for tensor in spec.state if tensor.name == RING[0]}
-        if {getattr(each, "layer_idx", None) for each in self._attentions()} != layers:
+        layers |= {tensor.layer for tensor in spec.state if tensor.name == RING}
+        if {getattr(each, "layer_idx", None) for each in self._attentions.values()} != layers:
             raise self._refusal("neither the plan of transformers nor its form cuts its attention by heads")
 
     def _refusal(self, why: str) -> UnsupportedModel:
@@ -111,13 +112,10 @@ class Sharding:
     def _add_styles_of_structure(self) -> None:
         """Add the styles of what the plan does not mention."""
         for name, module in self._decoder.named_modules():
-            if name.startswith(tuple(f"{mixer}." for mixer in self._mixers)) or name in self._mixers:
+            if f"{name}.".startswith(tuple(f"{mixer}." for mixer in self._mixers)):
                 continue
-            linears = {leaf for leaf, child in module.named_children() if isinstance(child, nn.Linear)}
             if name not in self._mentioned:
-                self._styles |= _attention_styles(name, module, linears, self._spec) or _mlp_styles(
-                    name, module, linears
-                )
+                self._styles |= _attention_styles(name, module, self._spec) or _mlp_styles(name, module)
                 self._add_experts(name, module)
             if f"{name}.q_proj" in self._styles and getattr(module, "sinks", None) is not None:
                 self._parts[f"{name}.sinks"] = 0, (self._share(module.sinks.shape[0]),)
@@ -136,16 +134,18 @@ class Sharding:
         self._main_only.add(f"{name}.down_proj_bias")
         self._styles[name] = "moe_tp_experts"
 
-    def _attentions(self) -> Iterator[Any]:
-        """Yield the attention modules that are cut."""
-        outputs = {
-            name.rpartition(".")[0] for name in self._styles if name.endswith(tuple(f".{each}" for each in OUTPUTS))
-        }
-        keys = {name.rpartition(".")[0] for name in self._styles if name.endswith(tuple(f".{each}" for each in KEYS))}
-        for name, style in self._styles.items():
+    def _cut_attentions(self) -> dict[str, Any]:
+        """Return the attention modules that are cut, by name."""
+        cut: dict[str, set[str]] = {}
+        for name in self._styles:
             owner, _, leaf = name.rpartition(".")
-            if leaf in QUERIES and style == "colwise" and owner in outputs & keys:
-                yield self._decoder.get_submodule(owner)
+            cut.setdefault(owner, set()).add(leaf)
+        kinds = QUERIES, KEYS, OUTPUTS
+        return {
+            owner: self._decoder.get_submodule(owner)
+            for owner, leaves in cut.items()
+            if owner not in self._mixers and all(leaves.intersection(kind) for kind in kinds)
+        }
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -165,7 +165,8 @@ class Sharding:
             return dim, self._blocks(shape[dim], 2 if style.startswith("packed") else 1)
         style = self._styles.get(module, "")
         if style == "rowwise":
-            unit = shape[1] // self._spec.num_heads if module.endswith(OUTPUTS) and leaf == "weight" else 1
+            is_of_heads = module.rpartition(".")[0] in self._attentions and leaf == "weight"
+            unit = shape[1] // self._spec.num_heads if is_of_heads else 1
             return (1, (self._share(shape[1], unit),)) if leaf == "weight" else None
         if style == "colwise":
             return 0, (self._outputs(module, shape[0]),)
@@ -214,7 +215,7 @@ class Sharding:
                 module.register_forward_hook(self._summing(bias, on_sum))
             elif module is not None and style == "moe_tp_experts":
                 module.register_forward_hook(self._summing(None, on_sum))
-        for attention in self._attentions():
+        for attention in self._attentions.values():
             if hasattr(attention, "num_key_value_groups"):
                 size = self._shard.size
                 own = len(kv_heads_of(self._spec.num_kv_heads, size, self._shard.rank))
@@ -259,9 +260,14 @@ class Sharding:
         return self._shard.size
 
 
-def _attention_styles(name: str, module: Any, linears: set[str], spec: ModelSpec) -> dict[str, str]:
+def _linears(module: nn.Module) -> set[str]:
+    return {leaf for leaf, child in module.named_children() if isinstance(child, nn.Linear)}
+
+
+def _attention_styles(name: str, module: Any, spec: ModelSpec) -> dict[str, str]:
     """Return the styles of an attention whose heads can be told apart: its other tensors are sinks, or norms of single
     heads or of latent rows. {} if the module is none, or if that is not so."""
+    linears = _linears(module)
     output = next((each for each in OUTPUTS if each in linears), "")
     if not output or linears - {output} not in ATTENTION:
         return {}
@@ -280,8 +286,9 @@ def _attention_styles(name: str, module: Any, linears: set[str], spec: ModelSpec
     return {**{f"{name}.{each}": "colwise" for each in (query, *keys)}, f"{name}.{output}": "rowwise"}
 
 
-def _mlp_styles(name: str, module: nn.Module, linears: set[str]) -> dict[str, str]:
+def _mlp_styles(name: str, module: nn.Module) -> dict[str, str]:
     """Return the styles of an MLP, or {} if the module is none."""
+    linears = _linears(module)
     tensors = {tensor.split(".")[0] for tensor, _ in (*module.named_parameters(), *module.named_buffers())}
     for inner, result, style in MLPS:
         if linears == {*inner, result} == tensors:
