@@ -79,7 +79,11 @@ class Membership:
             pd.deadlines,
             new_incarnation(),
             self,
-            ((role, rank) for role, section in SECTIONS.items() for rank in range(len(getattr(config, section)))),
+            (
+                (role, rank)
+                for role, section in SECTIONS.items()
+                for rank in range(sum(entry.dp_size for entry in getattr(config, section)))
+            ),
             index,
         )
 

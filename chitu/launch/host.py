@@ -35,10 +35,13 @@ from chitu.config.schema import Topology
 from chitu.config.topology import (
     API_PORT,
     PORT_STEP,
+    Group,
     Instance,
     api_host,
     api_url,
     family_of,
+    groups,
+    groups_of,
     host_names,
     instances,
     instances_on,
@@ -161,7 +164,8 @@ class HostProcesses:
             for index, each in enumerate(router_hosts(topology.dp_config.router))
             if same_host(each) == same_host(host) and not only
         }
-        own = [name for name in (*self._routers, *(i.name for i in instances_on(topology, host))) if only in ("", name)]
+        here = groups_of(topology, instances_on(topology, host))
+        own = [name for name in (*self._routers, *(group.name for group in here)) if only in ("", name)]
         self.topology = topology = _completed(topology, own, len(self._routers), stdout is not None)
         self.host = host
         self.label = label
@@ -246,7 +250,7 @@ class HostProcesses:
         """Return what runs here, on which devices, a line each."""
         of = f"{self.label} " if self.label else ""
         names = list(self.members)
-        own = [item for item in instances_on(self.topology, self.host) if item.name in names]
+        own = [item for item in instances_on(self.topology, self.host) if self._process_of(item) in names]
         where = "" if self._stdout is not None else f"logs: {self.log_dir}"
         lines = [f"{of}({self.host}): {' '.join(names)}" + (f"; {where}" if where else "")] if of else []
         notes = (*self._placement.notes, *([describe(own, self.node)] if own else []))
@@ -309,21 +313,27 @@ class HostProcesses:
             if not _is_ready(mine):
                 raise _taken(self._only)  # the router would refuse it after loading
         # Of this host's instances only the incarnations that it started count; of other hosts any.
+        parts = self._parts(live)
         self._joined = {
             name: incarnation
             for name, incarnation in health.joined.items()
-            if name not in live or incarnation == live[name].progress.incarnation
+            if name not in parts or incarnation == parts[name].incarnation
         }
         words += [
             f"{instance.name} on {instance.config.host} has not joined the router"
             for instance in instances(self.topology)
             if instance.name not in self._joined
             # `words` already has this host's loading instances; only the router's host waits for those of others.
-            and (_is_ready(live.get(instance.name)) if instance.name in self.members else self.has_router)
+            and self._awaits(instance, live)
         ]
         if self.has_router and not (words or health.is_usable or missing_roles(self.topology)):
             words.append("the router has no usable instances")
         return words
+
+    def _awaits(self, instance: Instance, live: Mapping[str, Member]) -> bool:
+        """Return whether an instance should have joined: one of this host that is ready, or one of another host."""
+        process = self._process_of(instance)
+        return _is_ready(live.get(process)) if process in self.members else self.has_router
 
     @property
     def awaits_others(self) -> bool:
@@ -339,8 +349,9 @@ class HostProcesses:
         """Return the states to display: of this host's processes, and on the router's host of all other instances."""
         states = {name: member.progress for name, member in self.members.items()}
         if self.has_router:
-            for instance in instances(self.topology):
-                states.setdefault(instance.name, Progress("ready" if instance.name in self._joined else "starting"))
+            for group in groups(self.topology):
+                is_ready = all(member.name in self._joined for member in group.members)
+                states.setdefault(group.name, Progress("ready" if is_ready else "starting"))
         return states
 
     def require_alive(self) -> None:
@@ -364,9 +375,10 @@ class HostProcesses:
         reason, namespace = "its launcher detected the end of its process", pid_namespace()
         leaves = []
         for i in instances(self.topology):
-            last = self.members[i.name].last if i.name in dead else Progress()
+            process = self._process_of(i)
+            last = self.members[process].last[i.data_rank] if process in dead else Progress()
             if last.incarnation:
-                gone = tuple(pid for pid in self._pids.get(i.name, ()) if not os.path.exists(f"/proc/{pid}"))
+                gone = tuple(pid for pid in self._pids.get(process, ()) if not os.path.exists(f"/proc/{pid}"))
                 role, rank = place_of(last.place) if last.place else (i.role, i.engine_rank)
                 leaves.append(Leave(role, rank, last.incarnation, reason, gone, namespace))
         if leaves:
@@ -409,15 +421,28 @@ class HostProcesses:
         topology, config = self.topology, str(self._config)
         if name in self._routers:
             return router_spec(topology, config, [], self._entries, self._routers[name])
-        spec = instance_spec(topology, self._instance(name), config, [], self._cores, self._entries, self.node)
+        spec = instance_spec(topology, self._group(name), config, [], self._cores, self._entries, self.node)
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
     def _own_ports(self) -> dict[str, int]:
         ports = router_ports(self.topology.dp_config.router)
         return {key.rpartition(".")[2]: port for key, port in ports.items()}
 
-    def _instance(self, name: str) -> Instance:
-        return next(instance for instance in instances(self.topology) if instance.name == name)
+    def _group(self, name: str) -> Group:
+        """Return the torchrun with this name (`D0-D1`), or with a member of this name (`D1`)."""
+        for group in groups(self.topology):
+            if name in (group.name, *(member.name for member in group.members)):
+                return group
+        raise ConfigError(f"the topology has no process {name!r}")
+
+    def _process_of(self, instance: Instance) -> str:
+        """Return the name of the process that an instance is in."""
+        return self._group(instance.name).name
+
+    def _parts(self, live: Mapping[str, Member]) -> dict[str, Progress]:
+        """Return the progress of each instance in these processes."""
+        known = [group for group in groups(self.topology) if group.name in live]
+        return {each.name: live[group.name].parts[each.data_rank] for group in known for each in group.members}
 
 
 def with_free_ports(topology: Topology) -> Topology:

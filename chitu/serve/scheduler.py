@@ -133,12 +133,10 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     progress = ProgressWriter()
     incarnation = new_incarnation()
     secrets = derive(cluster_key_of(topology))
-    base_port = topology.dp_config.scheduler_base_port
-    port = instance.config.port if base_port is None else base_port
     try:
         comm = CommLoop(
             inside_address(instance.config.host),  # several hosts: see docs/security.md
-            port,
+            instance.config.port,
             [
                 RouterAddress(
                     host,
