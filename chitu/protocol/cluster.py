@@ -443,6 +443,16 @@ class KVLayout(Wire, frozen=True):
         return ", ".join(f"{name}={self._text(name)}" for name in self.__struct_fields__)
 
 
+class GroupPlace(Wire, frozen=True):
+    """Place of an instance in a group of instances that live and die together."""
+
+    id: int
+    """Incarnation with which the process of data rank 0 was started."""
+    rank: int
+    """Data rank."""
+    size: int
+
+
 class InstanceInfo(Wire, frozen=True):
     """One member of the cluster view."""
 
@@ -498,6 +508,8 @@ class InstanceInfo(Wire, frozen=True):
     home: str = ""
     """Role and rank, as in `becomes`, that it was started with, if it has changed its role since. No other instance
     gets that place by a change of role: a process that is started again takes it."""
+    group: GroupPlace | None = None
+    """Its group, which it keeps when it changes its role; None: it is alone."""
 
     @property
     def name(self) -> str:
