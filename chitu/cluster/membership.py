@@ -74,7 +74,7 @@ class Membership:
         self._traces = traces
         self._suffix = f".{index}" if index else ""  # several routers may share the folder
         self._loop = asyncio.get_running_loop()
-        self.coordination = core = PDCoordination(
+        self.coordination = PDCoordination(
             clock,
             pd.deadlines,
             new_incarnation(),
@@ -98,9 +98,7 @@ class Membership:
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         self._readers: dict[str, FrameReader] = {}
-        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(
-            self._loop, lambda instance: core.on_death(*instance)
-        )
+        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(self._loop, self._on_death)
         self._asked: dict[bytes, None] = {}
         """Topics of the readers that wait for a whole view, first come first."""
         self._published_s = self._next_beat_s = -math.inf
@@ -203,8 +201,13 @@ class Membership:
         self._deaths.follow((instance.role, instance.engine_rank, instance.incarnation), process)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
-        self._deaths.forget((instance.role, instance.engine_rank, instance.incarnation))
+        if not self.coordination.is_doomed(instance.incarnation):
+            self._deaths.forget((instance.role, instance.engine_rank, instance.incarnation))
         self._router.on_lost(instance, reason, has_died)
+
+    def _on_death(self, process: tuple[Role, int, int]) -> None:
+        self.coordination.on_death(*process)
+        self._deaths.forget(process)
 
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:

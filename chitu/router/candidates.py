@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role, instance_name
+
+NO_GROUPS: Groups = MappingProxyType({})
 
 
 class InstanceKey(NamedTuple):
@@ -24,6 +28,25 @@ class InstanceKey(NamedTuple):
 
 def instance_key(instance: InstanceInfo) -> InstanceKey:
     return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
+
+
+Groups = Mapping[InstanceKey, frozenset[InstanceKey]]
+"""For an instance of a group all members of the group. Instances that are alone are left out."""
+
+
+def with_groups(keys: Iterable[InstanceKey | None], groups: Groups) -> frozenset[InstanceKey]:
+    """Return these instances with all members of their groups. None is left out."""
+    return frozenset(each for key in keys if key is not None for each in groups.get(key, (key,)))
+
+
+def whole_groups(instances: Iterable[InstanceInfo]) -> list[InstanceInfo]:
+    """Return those that are in no group, or in one whose members are all among them and have one role: the members of a
+    group serve together or not at all."""
+    found = list(instances)
+    counts = Counter((each.group.id, each.role) for each in found if each.group is not None)
+    if not counts:
+        return found
+    return [each for each in found if each.group is None or counts[each.group.id, each.role] == each.group.size]
 
 
 class Way(NamedTuple):
@@ -50,11 +73,10 @@ class Candidates:
 
     @classmethod
     def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
-        """Return those of the instances that serve weights of this number; None: whatever they serve."""
-        usable = sorted(
-            (i for i in instances if not i.draining and weights in (None, i.weights.number)),
-            key=lambda i: i.engine_rank,
-        )
+        """Return those of the instances that serve weights of this number; None: whatever they serve. A group counts
+        once all its members do."""
+        able = whole_groups(i for i in instances if not i.draining and weights in (None, i.weights.number))
+        usable = sorted(able, key=lambda i: i.engine_rank)
         return cls(
             tuple(i for i in usable if i.role is Role.PREFILL),
             tuple(i for i in usable if i.role is Role.DECODE),
