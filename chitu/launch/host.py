@@ -407,7 +407,7 @@ class HostProcesses:
         key, port = cluster_key_of(self.topology), self.ports.get("port", self.topology.dp_config.router.port)
         if self.has_router and key:
             self.supervisor.run_dir.keep_key(port, key)
-        own = tuple(name for name in self.members if not is_router(name))
+        own = tuple(item.name for item in instances(self.topology) if self._process_of(item) in self.members)
         self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
 
     def _write_config(self) -> None:

@@ -65,6 +65,8 @@ class Candidates:
     prefill: tuple[InstanceInfo, ...] = ()
     decode: tuple[InstanceInfo, ...] = ()
     unified: tuple[InstanceInfo, ...] = ()
+    partial: tuple[str, ...] = ()
+    """Names of those that wait for other members of their groups."""
 
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
@@ -75,12 +77,14 @@ class Candidates:
     def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
         """Return those of the instances that serve weights of this number; None: whatever they serve. A group counts
         once all its members do."""
-        able = whole_groups(i for i in instances if not i.draining and weights in (None, i.weights.number))
-        usable = sorted(able, key=lambda i: i.engine_rank)
+        able = [i for i in instances if not i.draining and weights in (None, i.weights.number)]
+        usable = sorted(whole_groups(able), key=lambda i: i.engine_rank)
+        names = {i.name for i in usable} if len(usable) < len(able) else set()
         return cls(
             tuple(i for i in usable if i.role is Role.PREFILL),
             tuple(i for i in usable if i.role is Role.DECODE),
             tuple(i for i in usable if i.role is Role.UNIFIED),
+            tuple(i.name for i in able if i.name not in names) if len(usable) < len(able) else (),
         )
 
     @property
@@ -107,4 +111,5 @@ class Candidates:
         if self.usable:
             return ""
         missing = [name for name, group in (("prefill", self.prefill), ("decode", self.decode)) if not group]
-        return f"no {' and no '.join(missing)} instance is ready"
+        partial = f"; other members of the group of {', '.join(self.partial)} are not here" if self.partial else ""
+        return f"no {' and no '.join(missing)} instance is ready{partial}"

@@ -227,7 +227,8 @@ class Members:
             self._view, self._has_lost = None, False
             groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
             self.prefill, self.decode, self.unified = groups
-            self._candidates = Candidates(*(tuple(load.info for load in group.loads) for group in groups))
+            prefill, decode, unified = (tuple(load.info for load in group.loads) for group in groups)
+            self._candidates = Candidates(prefill, decode, unified, listed.partial)
         return self._candidates
 
     def _group(self, instances: Iterable[InstanceInfo]) -> InstanceGroup:
