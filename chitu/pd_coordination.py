@@ -100,7 +100,8 @@ class MembershipListener(Protocol):
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         """Handle the loss of an instance, which is no member any more; the next view lacks it. `has_died`: its process
-        is known to have ended, so it was not only silent, and did not leave by itself."""
+        is known to have ended, or that of a member of its group, so it was not only silent, and did not leave by
+        itself."""
 
     def on_change(self) -> None:
         """Call `next_change` soon, once for any number of changes."""

@@ -354,7 +354,8 @@ class Supervisor:
         self._was_clean = False
         reason = child.describe_end(code)
         if code == 0 and member.was_ready and not is_router(member.name):
-            reason = f"exit code 0 after a signal; `chitu drain {member.name}` keeps it out"
+            first = member.name.partition("-")[0]  # a group's is D0-D1
+            reason = f"exit code 0 after a signal; `chitu drain {first}` keeps it out"
         life_s = now_s - child.started_s
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s"
         if child.log is not None:

@@ -578,7 +578,8 @@ class LostInstance(Wire, frozen=True):
     incarnation: int
     reason: str
     has_died: bool
-    """Whether its process is known to have ended; False if it was only silent or left by itself."""
+    """Whether its process is known to have ended, or that of a member of its group, with which it ends; False if it was
+    only silent or left by itself."""
 
 
 class ClusterView(Wire, frozen=True, tag="cluster_view"):

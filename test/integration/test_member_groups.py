@@ -215,6 +215,21 @@ def test_a_killed_member_ends_its_group_and_all_its_requests_go_on_at_another(
     assert {name for name in before if before[name] != after[name]} == {*dead}, "the whole group was started again"
 
 
+def test_a_signal_to_one_member_drains_its_group_which_is_started_again(doubles: Doubles) -> None:
+    before = up(doubles.processes)
+    with ThreadPoolExecutor(8) as pool:
+        asked = doubles.begin(pool, 200, 80)
+        wait_until(in_phase(doubles, "decode", {*asked}), 20, lambda: str(doubles.snapshot().requests))
+        doubles.processes.kill("D1", signal.SIGTERM)
+        wait_until(lambda: not {"D0", "D1"} & {*up(doubles.processes)}, 20, lambda: str(up(doubles.processes)))
+        answers = [future.result() for future in asked.values()]
+    assert all(found == right for found, right in answers)
+    records = [record for record in doubles.snapshot().requests if record.request_id in asked]
+    assert {record.state for record in records} == {"finished"}, "nothing was cut off"
+    wait_until(lambda: len(up(doubles.processes)) == 8, 60, lambda: f"all serve: {up(doubles.processes)}")
+    assert {name for name, number in up(doubles.processes).items() if before[name] != number} == {"D0", "D1"}
+
+
 def test_a_silent_member_takes_its_group_out_until_it_is_heard_again(doubles: Doubles) -> None:
     before = up(doubles.processes)
     doubles.processes.kill("D1", signal.SIGSTOP)

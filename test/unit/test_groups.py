@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from chitu.launch.plan import Entries, plan, plan_text
 from chitu.pd_coordination import LINGER_S, PDCoordination
 from chitu.process.node_devices import Device, NodeDevices
 from chitu.process.placement import assign_devices, with_shares
+from chitu.process.progress import ProgressWriter, file_of, joined, read_progress
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -127,6 +129,24 @@ def test_an_instance_that_joins_later_is_in_no_group() -> None:
     topology = topology_of("decode_schedulers=[{dp_size: 2, devices: [cpu, cpu]}]")
     own = [group for group in groups(grown(topology, [], D, 2, "127.0.0.1")) if group.role is D]
     assert [(group.name, group.config.devices) for group in own] == [(f"D{k}", ("cpu",)) for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (("ready", "warmup"), "warmup"),
+        (("loading", "starting"), "starting"),
+        (("drained", "ready"), "ready"),
+        (("drained", "drained"), "drained"),
+        (("ready", "taken"), "taken"),
+    ],
+)
+def test_a_group_is_as_far_as_its_last_member(states: Sequence[str], expected: str, tmp_path: Path) -> None:
+    for rank, state in enumerate(states):
+        ProgressWriter(tmp_path / "D0-D1.progress", rank).state(state)
+    assert len(list(tmp_path.iterdir())) == 2
+    parts = [read_progress(file_of(tmp_path / "D0-D1.progress", rank)) for rank in range(2)]
+    assert joined(parts).state == expected
 
 
 # --------------------------------------------------------------------------------------------------------- membership
