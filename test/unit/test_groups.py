@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from router_world import LAYOUT, World
 from support.clock import FakeClock
 
@@ -330,6 +334,49 @@ def test_a_place_outside_of_its_group_is_refused() -> None:
     cluster = Cluster(ALONE)
     reply = cluster.core.on_message(Join(PROTOCOL_VERSION, member(D, 0, 1, 2)))
     assert reply is not None and reply.code == BadFrame.code  # type: ignore[union-attr]
+
+
+@given(st.lists(st.tuples(st.sampled_from(("join", "silence", "die", "drain", "role", "again")), st.integers(0, 4))))
+def test_whatever_happens_no_part_of_a_group_serves_and_none_outlives_another(events: list[tuple[str, int]]) -> None:
+    cluster = Cluster()
+    infos = [ALONE, D0, D1, D2, D3]
+    number = 10
+    for what, which in events:
+        info = infos[which]
+        before = {i.incarnation for i in cluster.core.view.instances}
+        of_group = {
+            i.incarnation for i in infos if i is info or (i.group and info.group and i.group.id == info.group.id)
+        }
+        if what == "join":
+            cluster.join(info)
+        elif what == "die":
+            cluster.core.on_death(info.role, info.engine_rank, info.incarnation)
+        elif what == "drain":
+            cluster.core.drain(info.role, info.engine_rank)
+        elif what == "role" and info.incarnation in before:
+            with contextlib.suppress(RoleRefused):
+                cluster.core.change_role(info.role, info.engine_rank, P if info.role is D else D)
+        elif what == "again" and info.group is not None:
+            number += 1
+            infos = [
+                member(i.role, i.engine_rank, number, i.group.rank) if i.incarnation in of_group and i.group else i
+                for i in infos
+            ]
+        elif what == "silence":
+            for _ in range(8):
+                cluster.clock.advance(LEASE_S / 7.5)
+                for each in cluster.core.view.instances:
+                    if each.incarnation != info.incarnation:
+                        cluster.beat(each)
+                cluster.core.tick()
+        present = {i.incarnation: i for i in cluster.core.view.instances}
+        if what in ("die", "silence") and info.incarnation in before:
+            assert not of_group & present.keys(), "one is gone, and another one of its group stays"
+        draining = {i.group.id for i in present.values() if i.group is not None and i.draining}
+        assert all(i.draining for i in present.values() if i.group is not None and i.group.id in draining)
+        serving = Candidates.in_view(cluster.core.view)
+        groups_there = Counter(i.group.id for i in (*serving.prefill, *serving.decode) if i.group is not None)
+        assert set(groups_there.values()) <= {2}
 
 
 # ----------------------------------------------------------------------------------------------------------- requests
