@@ -38,7 +38,7 @@ from chitu.protocol import (
     LoadReport,
 )
 from chitu.protocol.weights import Weights, WeightsOrder
-from chitu.router.candidates import Candidates
+from chitu.router.candidates import Candidates, whole_groups
 from chitu.types import Role
 
 P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
@@ -263,13 +263,17 @@ def test_a_member_that_is_started_again_ends_what_is_left_of_the_old_group() -> 
 
 
 @pytest.mark.parametrize("asked", ["operator", "member"])
-def test_a_drain_is_one_of_the_group_also_of_a_member_that_joins_later(asked: str) -> None:
-    cluster = Cluster(ALONE, D1)
+@pytest.mark.parametrize("early", [(D1,), (D0, D1)])
+def test_a_drain_is_one_of_the_group_also_of_a_member_that_joins_later(
+    early: Sequence[InstanceInfo], asked: str
+) -> None:
+    cluster = Cluster(ALONE, *early)
     if asked == "operator":
         cluster.core.drain(D, 1)
     else:
         cluster.core.on_message(Drain(D, 1, D1.incarnation))
-    cluster.join(D0)
+    if D0 not in early:
+        cluster.join(D0)
     assert cluster.status == {"P0": "up", "D0": "drains", "D1": "drains"}
 
 
@@ -330,6 +334,11 @@ def test_a_group_serves_weights_once_all_its_members_do() -> None:
     assert Candidates.in_view(ClusterView(1, 1, tuple(infos), weights=order)).usable
 
 
+def test_members_with_two_roles_are_no_whole_group() -> None:
+    half = msgspec.structs.replace(D1, role=P, engine_rank=1)
+    assert whole_groups([ALONE, D0, half]) == [ALONE] and whole_groups([D0, D1, ALONE]) == [D0, D1, ALONE]
+
+
 def test_a_place_outside_of_its_group_is_refused() -> None:
     cluster = Cluster(ALONE)
     reply = cluster.core.on_message(Join(PROTOCOL_VERSION, member(D, 0, 1, 2)))
@@ -338,9 +347,8 @@ def test_a_place_outside_of_its_group_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(("join", "silence", "die", "drain", "role", "again")), st.integers(0, 4))))
 def test_whatever_happens_no_part_of_a_group_serves_and_none_outlives_another(events: list[tuple[str, int]]) -> None:
-    cluster = Cluster()
-    infos = [ALONE, D0, D1, D2, D3]
-    number = 10
+    infos, number = [ALONE, D0, D1, D2, D3], 10
+    cluster = Cluster(*infos)
     for what, which in events:
         info = infos[which]
         before = {i.incarnation for i in cluster.core.view.instances}
