@@ -253,10 +253,11 @@ class PDSchedulerService:
                 return
 
     def _await_members(self) -> None:
-        """Wait until the other members of the group have finished, too. Meanwhile this one is a member that drains. It
-        waits for none if it ends for a reason of its own, which ends them."""
+        """Wait until the other members of the group have finished, too. Meanwhile this one is a member that drains, by
+        which the routers ask the others to. It waits for none if it ends for a reason of its own, which ends them."""
         if self._begin_end is None or self._exit_code:
             return
+        self._comm.contacts.drain()  # one that was idle has told nobody yet
         have_finished = self._begin_end()
         while not (have_finished() or self._skip_drain.is_set()):
             time.sleep(0.02)

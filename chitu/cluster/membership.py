@@ -22,7 +22,7 @@ import zmq
 
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
-from chitu.config.topology import SECTIONS
+from chitu.config.topology import places
 from chitu.errors import BadFrame, ConfigError
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
@@ -79,11 +79,7 @@ class Membership:
             pd.deadlines,
             new_incarnation(),
             self,
-            (
-                (role, rank)
-                for role, section in SECTIONS.items()
-                for rank in range(sum(entry.dp_size for entry in getattr(config, section)))
-            ),
+            places(config),
             index,
         )
 

@@ -114,6 +114,12 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
     return tuple(member for group in groups(topology) for member in group.members)
 
 
+def places(router: RouterConfig) -> list[tuple[Role, int]]:
+    """Return role and rank of each instance of the topology."""
+    sizes = {role: sum(entry.dp_size for entry in getattr(router, SECTIONS[role])) for role in Role}
+    return [(role, rank) for role, size in sizes.items() for rank in range(size)]
+
+
 def groups_of(topology: Topology, members: Iterable[Instance]) -> list[Group]:
     """Return the groups of these members, in the order of the topology."""
     keys = {member.key for member in members}

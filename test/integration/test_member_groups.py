@@ -113,6 +113,8 @@ def test_members_give_the_tokens_of_one_engine_and_each_takes_part(
 
 VOCAB_SIZE = 1280
 STEP_S = 0.01
+ENDS_TOO = "another rank of this instance or group"
+"""What a member logs that ends because of another one."""
 GROUPS = {"P0": ("P0", "P1"), "P2": ("P2", "P3"), "D0": ("D0", "D1"), "D2": ("D2", "D3")}
 BLOWS = [
     *(("prefill", victim) for victim in ("P0", "P1", "D0", "D1")),
@@ -140,9 +142,9 @@ class Doubles:
         return client_of(self.processes).cluster()
 
     def begin(
-        self, pool: ThreadPoolExecutor, seed: int, max_tokens: int
+        self, pool: ThreadPoolExecutor, seed: int, max_tokens: int, count: int = 8
     ) -> dict[str, Future[tuple[list[int], list[int]]]]:
-        """Send two requests to each member of P. Return by request id what comes out and what should."""
+        """Send requests at once, two to each member of P. Return by id what comes out and what should."""
 
         def ask(number: int, prompt: list[int]) -> tuple[list[int], list[int]]:
             body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
@@ -154,7 +156,7 @@ class Doubles:
             assert reply.status_code == 200, reply.text
             return reply.json()["choices"][0]["token_ids"], expected_tokens(prompt, max_tokens, VOCAB_SIZE)
 
-        prompts = prompts_of([150] * 8, seed, VOCAB_SIZE)
+        prompts = prompts_of([150] * count, seed, VOCAB_SIZE)
         return {f"{seed}-{number}": pool.submit(ask, number, prompt) for number, prompt in enumerate(prompts)}
 
     def counted(self, name: str) -> float:
@@ -191,6 +193,7 @@ def test_a_killed_member_ends_its_group_and_all_its_requests_go_on_at_another(
     before = up(doubles.processes)
     deaths = doubles.counted("chitu_instance_deaths")
     dead = next(group for group in GROUPS.values() if victim in group)
+    num_ended = doubles.processes.logs("-".join(dead)).count(ENDS_TOO)
     if phase != "decode":
         (doubles.holds / phase).touch()
     with ThreadPoolExecutor(8) as pool:
@@ -209,6 +212,7 @@ def test_a_killed_member_ends_its_group_and_all_its_requests_go_on_at_another(
     assert hit or (phase, victim[0]) == ("decode", "P"), "somebody was hit"
     assert not any({*dead} & {*last[name]} for name in hit), "a retry leaves the group"
     assert doubles.counted("chitu_instance_deaths") == deaths + 1, "one death"
+    assert doubles.processes.logs("-".join(dead)).count(ENDS_TOO) == num_ended + 1, "the other member saw it"
     assert doubles.counted("chitu_requests_failed") == 0, "no request is poison"
     wait_until(lambda: len(up(doubles.processes)) == 8, 60, lambda: f"all serve: {up(doubles.processes)}")
     after = up(doubles.processes)
@@ -217,17 +221,23 @@ def test_a_killed_member_ends_its_group_and_all_its_requests_go_on_at_another(
 
 def test_a_signal_to_one_member_drains_its_group_which_is_started_again(doubles: Doubles) -> None:
     before = up(doubles.processes)
-    with ThreadPoolExecutor(8) as pool:
-        asked = doubles.begin(pool, 200, 80)
-        wait_until(in_phase(doubles, "decode", {*asked}), 20, lambda: str(doubles.snapshot().requests))
-        doubles.processes.kill("D1", signal.SIGTERM)
-        wait_until(lambda: not {"D0", "D1"} & {*up(doubles.processes)}, 20, lambda: str(up(doubles.processes)))
-        answers = [future.result() for future in asked.values()]
-    assert all(found == right for found, right in answers)
-    records = [record for record in doubles.snapshot().requests if record.request_id in asked]
-    assert {record.state for record in records} == {"finished"}, "nothing was cut off"
+
+    def running() -> list[str]:
+        return [r.decode for r in doubles.snapshot().requests if r.request_id == "200-0" and r.output_tokens > 2]
+
+    with ThreadPoolExecutor(1) as pool:
+        (answer,) = doubles.begin(pool, 200, 300, 1).values()
+        wait_until(running, 20, lambda: str(doubles.snapshot().requests))
+        (busy,) = running()
+        group = next(group for group in GROUPS.values() if busy in group)
+        (idle,) = {*group} - {busy}
+        doubles.processes.kill(idle, signal.SIGTERM)
+        found, right = answer.result()
+    assert found == right
+    states = [r.state for r in doubles.snapshot().requests if r.request_id == "200-0"]
+    assert states == ["finished"], "the idle member waited for the other one"
+    wait_until(lambda: not {*group} & {k for k, v in up(doubles.processes).items() if before[k] == v}, 20, "both left")
     wait_until(lambda: len(up(doubles.processes)) == 8, 60, lambda: f"all serve: {up(doubles.processes)}")
-    assert {name for name, number in up(doubles.processes).items() if before[name] != number} == {"D0", "D1"}
 
 
 def test_a_silent_member_takes_its_group_out_until_it_is_heard_again(doubles: Doubles) -> None:

@@ -17,7 +17,7 @@ from support.clock import FakeClock
 
 from chitu.config.load import load_topology
 from chitu.config.schema import BreakerConfig, DeadlineConfig, Topology
-from chitu.config.topology import bound_ports, find_instance, groups, instances
+from chitu.config.topology import bound_ports, find_instance, groups, instances, places
 from chitu.config.topology_checks import problems
 from chitu.errors import BadFrame, LastInstance, NoInstance, RoleRefused
 from chitu.launch.join import grown
@@ -68,6 +68,7 @@ def test_members_have_consecutive_ranks_ports_and_devices_of_their_own() -> None
         ("D2", 0, 0),
     ]
     assert (first.config.devices, second.config.devices) == (("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"))
+    assert places(topology.dp_config.router) == [(i.role, i.engine_rank) for i in instances(topology)]
     assert [i.key[-1] for i in (first, second, last)] == ["0", "0", "1"], "a key is that of the entry"
     assert [group.name for group in groups(topology)] == ["P0", "D0-D1", "D2"]
     assert groups(topology)[1].config.port == 300 and len(groups(topology)[1].config.devices) == 4
