@@ -114,6 +114,19 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
     return tuple(member for group in groups(topology) for member in group.members)
 
 
+def find_group(topology: Topology, name: str) -> Group:
+    """Return the torchrun with this name (`D0-D1`), or with a member of this name (`D1`)."""
+    for group in groups(topology):
+        if name in (group.name, *(member.name for member in group.members)):
+            return group
+    raise ConfigError(f"the topology has no process {name!r}")
+
+
+def process_of(topology: Topology, instance: Instance) -> str:
+    """Return the name of the process that an instance is in."""
+    return find_group(topology, instance.name).name
+
+
 def places(router: RouterConfig) -> list[tuple[Role, int]]:
     """Return role and rank of each instance of the topology."""
     sizes = {role: sum(entry.dp_size for entry in getattr(router, SECTIONS[role])) for role in Role}

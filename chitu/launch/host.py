@@ -35,11 +35,11 @@ from chitu.config.schema import Topology
 from chitu.config.topology import (
     API_PORT,
     PORT_STEP,
-    Group,
     Instance,
     api_host,
     api_url,
     family_of,
+    find_group,
     groups,
     groups_of,
     host_names,
@@ -49,6 +49,7 @@ from chitu.config.topology import (
     own_api_url,
     place_on_host,
     probe_address,
+    process_of,
     router_at,
     router_hosts,
     router_ports,
@@ -250,7 +251,7 @@ class HostProcesses:
         """Return what runs here, on which devices, a line each."""
         of = f"{self.label} " if self.label else ""
         names = list(self.members)
-        own = [item for item in instances_on(self.topology, self.host) if self._process_of(item) in names]
+        own = [item for item in instances_on(self.topology, self.host) if process_of(self.topology, item) in names]
         where = "" if self._stdout is not None else f"logs: {self.log_dir}"
         lines = [f"{of}({self.host}): {' '.join(names)}" + (f"; {where}" if where else "")] if of else []
         notes = (*self._placement.notes, *([describe(own, self.node)] if own else []))
@@ -332,7 +333,7 @@ class HostProcesses:
 
     def _awaits(self, instance: Instance, live: Mapping[str, Member]) -> bool:
         """Return whether an instance should have joined: one of this host that is ready, or one of another host."""
-        process = self._process_of(instance)
+        process = process_of(self.topology, instance)
         return _is_ready(live.get(process)) if process in self.members else self.has_router
 
     @property
@@ -375,7 +376,7 @@ class HostProcesses:
         reason, namespace = "its launcher detected the end of its process", pid_namespace()
         leaves = []
         for i in instances(self.topology):
-            process = self._process_of(i)
+            process = process_of(self.topology, i)
             last = self.members[process].last[i.data_rank] if process in dead else Progress()
             if last.incarnation:
                 gone = tuple(pid for pid in self._pids.get(process, ()) if not os.path.exists(f"/proc/{pid}"))
@@ -407,7 +408,7 @@ class HostProcesses:
         key, port = cluster_key_of(self.topology), self.ports.get("port", self.topology.dp_config.router.port)
         if self.has_router and key:
             self.supervisor.run_dir.keep_key(port, key)
-        own = tuple(item.name for item in instances(self.topology) if self._process_of(item) in self.members)
+        own = tuple(item.name for item in instances(self.topology) if process_of(self.topology, item) in self.members)
         self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
 
     def _write_config(self) -> None:
@@ -421,28 +422,17 @@ class HostProcesses:
         topology, config = self.topology, str(self._config)
         if name in self._routers:
             return router_spec(topology, config, [], self._entries, self._routers[name])
-        spec = instance_spec(topology, self._group(name), config, [], self._cores, self._entries, self.node)
+        spec = instance_spec(topology, find_group(topology, name), config, [], self._cores, self._entries, self.node)
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
     def _own_ports(self) -> dict[str, int]:
         ports = router_ports(self.topology.dp_config.router)
         return {key.rpartition(".")[2]: port for key, port in ports.items()}
 
-    def _group(self, name: str) -> Group:
-        """Return the torchrun with this name (`D0-D1`), or with a member of this name (`D1`)."""
-        for group in groups(self.topology):
-            if name in (group.name, *(member.name for member in group.members)):
-                return group
-        raise ConfigError(f"the topology has no process {name!r}")
-
-    def _process_of(self, instance: Instance) -> str:
-        """Return the name of the process that an instance is in."""
-        return self._group(instance.name).name
-
     def _parts(self, live: Mapping[str, Member]) -> dict[str, Progress]:
         """Return the progress of each instance in these processes."""
-        known = [group for group in groups(self.topology) if group.name in live]
-        return {each.name: live[group.name].parts[each.data_rank] for group in known for each in group.members}
+        known = [item for item in instances(self.topology) if process_of(self.topology, item) in live]
+        return {item.name: live[process_of(self.topology, item)].parts[item.data_rank] for item in known}
 
 
 def with_free_ports(topology: Topology) -> Topology:
