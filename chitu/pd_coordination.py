@@ -11,15 +11,17 @@ from its launcher on another). A lost instance is reported once through `on_lost
 calls an instance dead only if all its processes are known to have ended; silence and a Leave of its own prove nothing.
 An instance that changes its role drains as what it was, then joins as what it becomes, under a new incarnation. That
 join takes the old one out of the same view, and never takes a place that belongs to another process. A change of role
-that this router asked for is taken back if nothing serves without that instance any more. Nothing here depends on
-requests, and the work of a join or a heartbeat does not depend on the number of members.
+that this router asked for is taken back if nothing serves without that instance any more. The members of a group live
+and die together: a lost one takes the others along, whatever signs of life they give, and so does one that drains or
+changes its role. Nothing here depends on requests, and the work of a join or a heartbeat does not depend on the number
+of members.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -45,6 +47,7 @@ from chitu.protocol import (
     ClusterView,
     CoordinationMessage,
     CoordinationReply,
+    GroupPlace,
     Heartbeat,
     InstanceInfo,
     Join,
@@ -68,6 +71,8 @@ MAX_TICK_GAP_S = 0.5
 LINGER_S = 2.0
 """Delay from the end of an instance's processes until it is called dead: its kernel may still be sending what they
 wrote, as it does over TCP."""
+KEPT_DOOMED = 1024
+"""Lost members of groups whose own end is awaited."""
 KEPT_REPLACED = 16_384
 """Replaced incarnations that are remembered, to be refused: several for each instance of a large cluster."""
 
@@ -95,7 +100,8 @@ class MembershipListener(Protocol):
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         """Handle the loss of an instance, which is no member any more; the next view lacks it. `has_died`: its process
-        is known to have ended, so it was not only silent, and did not leave by itself."""
+        is known to have ended, or that of a member of its group, so it was not only silent, and did not leave by
+        itself."""
 
     def on_change(self) -> None:
         """Call `next_change` soon, once for any number of changes."""
@@ -122,6 +128,11 @@ class PDCoordination:
         self._owned = set(places)
         """Places (role and rank) of the topology, and of each process where it joined first. A change of role leads to
         another one, or back to its own."""
+        self._groups: dict[int, dict[int, _Member]] = {}
+        """Members of each group that are here, by its id and by data rank."""
+        self._doomed: dict[int, InstanceInfo] = {}
+        """Lost members of a group of which a process has died, by incarnation: it is not known yet that they ended,
+        too."""
         self._moved: dict[tuple[Role, int], _Member] = {}
         """Members that changed their role, by the place in which they were started."""
         self._reserved: dict[tuple[Role, int], int] = {}
@@ -187,13 +198,14 @@ class PDCoordination:
                 return reply
             return JoinReply(message.instance.incarnation, lease_s=self._deadlines.lease_s)
         member = self._live(message.role, message.engine_rank, message.incarnation)
+        info = self._doomed.get(message.incarnation) if member is None else member.info
+        if isinstance(message, Leave) and info is not None and _proves_death(message, info):
+            self._add_ended(info)
         if member is None:
             return None
         if isinstance(message, Leave):
-            if _proves_death(message, member.info):
-                self._add_ended(member.info)
             reason = f"it left ({message.reason})" if message.reason else "it left"
-            self._remove(member, reason, has_died=bool(message.dead_pids))
+            self._lose(member, reason, has_died=bool(message.dead_pids))
         else:
             self._drain(member)
         return None
@@ -236,8 +248,9 @@ class PDCoordination:
                 member.lease_end_s += stall_s
         read_until_s = min(now_s, read_until_s)
         for member in [m for m in self._members.values() if m.lease_end_s <= read_until_s]:
-            self._metrics.expired_leases[member.info.name] += 1
-            self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
+            if self._is_here(member):  # else another one of its group took it along
+                self._metrics.expired_leases[member.info.name] += 1
+                self._lose(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
         if self._ended and self._ended[0][0] <= now_s:
             dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
             del self._ended[: len(dead)]
@@ -245,13 +258,18 @@ class PDCoordination:
             self._listener.on_change()
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
-        """Remove an instance whose process has ended, without waiting for its lease."""
+        """Remove an instance whose process has ended, and its group, without waiting for a lease."""
         member = self._live(role, engine_rank, incarnation)
+        info = self._doomed.get(incarnation) if member is None else member.info
+        if info is not None and not info.follower_pids:  # followers write, too, and end a little later
+            self._add_ended(info)
         if member is not None:
             self._metrics.deaths[member.info.name] += 1
-            if not member.info.follower_pids:  # followers write, too, and end a little later
-                self._add_ended(member.info)
-            self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
+            self._lose(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
+
+    def is_doomed(self, incarnation: int) -> bool:
+        """Return whether it is a lost member of a group of which a process has died, so that its own ends, too."""
+        return incarnation in self._doomed
 
     def metrics(self) -> CoordinationMetrics:
         """Return the counts since the start, and the ages of members and of their heartbeats."""
@@ -293,8 +311,9 @@ class PDCoordination:
         others = [m for m in self._members.values() if m is not member and routers <= {*m.routers}]
         left = self._serving(others)
         if not left.usable:
+            names = " and ".join(each.info.name for each in self._group_of(member))
             raise LastInstance(
-                f"without {member.info.name} nothing could be served ({left.why_unusable()}): start another one first, "
+                f"without {names} nothing could be served ({left.why_unusable()}): start another one first, "
                 f"or force it (`{command} --force`)"
             )
 
@@ -313,8 +332,8 @@ class PDCoordination:
         return next((m.info for m in self._members.values() if m.info.name == name), None)
 
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
-        """Stop new requests to an instance; the view asks it to finish and leave. Return its connection and record, or
-        None if it is not a member. Idempotent."""
+        """Stop new requests to an instance, and to its group; the view asks them to finish and leave. Return its
+        connection and record, or None if it is not a member. Idempotent."""
         member = self._members.get((role, engine_rank))
         if member is None:
             return None
@@ -322,47 +341,50 @@ class PDCoordination:
         return member.identity, member.info
 
     def change_role(self, role: Role, engine_rank: int, wanted: Role, *, is_revocable: bool = False) -> InstanceInfo:
-        """Stop new requests to a member; the view asks it to finish, or give back, its requests and to join again as
-        another role, with the lowest rank that is free. Return its record. Raises RoleRefused. `is_revocable`: it stays
-        what it is if nothing serves without it any more before it has changed."""
+        """Stop new requests to a member, and to its group; the view asks them to finish, or give back, their requests
+        and to join again as another role, with the lowest ranks that are free. Return its record. Raises RoleRefused.
+        `is_revocable`: they stay what they are if nothing serves without them any more before the first has
+        changed."""
         member = self._members[role, engine_rank]
-        info, name = member.info, member.info.name
-        if info.draining:
-            doing = f"becomes {instance_name(*place_of(info.becomes))}" if info.becomes else "drains"
-            raise RoleRefused(f"{name} {doing} already")
-        if wanted is role:
-            raise RoleRefused(f"{name} is a {role} instance already")
-        if wanted not in info.roles:
-            raise RoleRefused(
-                f"{name} cannot become a {wanted} instance, as its log says at its start: start one as `chitu join "
-                f"{wanted}`, then `chitu drain {name}`"
-            )
-        becomes = place_text(wanted, self._free_rank(wanted, info.home))
-        new = msgspec.structs.replace(info, role=wanted, engine_rank=place_of(becomes)[1])
-        if reason := self._kinds.why_incompatible(new):
-            raise RoleRefused(reason)
-        logger.info("%s will become %s", name, new.name)
-        self._set_info(member, msgspec.structs.replace(info, draining=True, becomes=becomes))
-        self._asked[info.incarnation] = is_revocable
+        group = self._group_of(member)
+        if member.info.group is not None and len(group) < member.info.group.size:
+            raise RoleRefused(f"the group of {member.info.name} is not complete: a group changes its role as a whole")
+        new: list[InstanceInfo] = []
+        for each in group:
+            _require_change(each.info, wanted)
+            rank = self._free_rank(wanted, each.info.home, {(wanted, other.engine_rank) for other in new})
+            new.append(msgspec.structs.replace(each.info, role=wanted, engine_rank=rank))
+            if reason := self._kinds.why_incompatible(new[-1]):
+                raise RoleRefused(reason)
+        for each, then in zip(group, new, strict=True):
+            logger.info("%s will become %s", each.info.name, then.name)
+            becomes = place_text(wanted, then.engine_rank)
+            self._put_info(each, msgspec.structs.replace(each.info, draining=True, becomes=becomes))
+        self._on_change()
+        self._asked |= {each.info.incarnation: is_revocable for each in group}
         return member.info
 
     def _on_change(self) -> None:
         """Tell the listener that members have changed. Before that, take back changes of role if nothing serves any
         more and an instance that is about to change would."""
-        changing = [m for m in self._members.values() if self._asked.get(m.info.incarnation)] if self._asked else []
+        asked = [m for m in self._members.values() if self._asked.get(m.info.incarnation)] if self._asked else []
+        # A group of which a member has changed already cannot stay.
+        changing = [m for m in asked if all(self._asked.get(each.info.incarnation) for each in self._group_of(m))]
         if changing and not Candidates.among(m.info for m in self._members.values()).usable:
             stays = {m.info.incarnation: msgspec.structs.replace(m.info, draining=False, becomes="") for m in changing}
             if Candidates.among(stays.get(m.info.incarnation, m.info) for m in self._members.values()).usable:
-                incarnation = changing[0].info.incarnation
-                logger.warning("%s stays what it is: nothing else is left that serves", changing[0].info.name)
-                del self._asked[incarnation]
-                self._set_info(changing[0], stays[incarnation])  # which may take back more
+                for each in self._group_of(changing[0]):
+                    logger.warning("%s stays what it is: nothing else is left that serves", each.info.name)
+                    del self._asked[each.info.incarnation]
+                    self._put_info(each, stays[each.info.incarnation])
+                self._on_change()  # which may take back more
+                return
         self._listener.on_change()
 
-    def _free_rank(self, role: Role, home: str) -> int:
+    def _free_rank(self, role: Role, home: str, others: Set[tuple[Role, int]] = frozenset()) -> int:
         """Return the rank that an instance gets which changes to `role`: that of its home, if it has this role, else
-        the lowest one that belongs to no process and that no other one gets."""
-        taken = self._members.keys() | self._reserved.keys()
+        the lowest one that belongs to no process and that no other one gets, such as these `others`."""
+        taken = self._members.keys() | self._reserved.keys() | others
         if home and place_of(home)[0] is role and place_of(home) not in taken:
             return place_of(home)[1]
         return next(rank for rank in count() if (role, rank) not in taken | self._owned)
@@ -376,11 +398,20 @@ class PDCoordination:
         member = self._members.get((role, engine_rank))
         return member if member is not None and member.info.incarnation == incarnation else None
 
+    def _is_here(self, member: _Member) -> bool:
+        return self._members.get((member.info.role, member.info.engine_rank)) is member
+
+    def _group_of(self, member: _Member) -> list[_Member]:
+        """Return the members of its group that are here, itself included, by data rank."""
+        group = member.info.group
+        return [member] if group is None else [each for _, each in sorted(self._groups[group.id].items())]
+
     def _drain(self, member: _Member) -> None:
-        if not member.info.draining or member.info.becomes:
-            logger.info("%s drains", member.info.name)
-            self._asked.pop(member.info.incarnation, None)
-            self._set_info(member, msgspec.structs.replace(member.info, draining=True, becomes=""))
+        for each in self._group_of(member):
+            if not each.info.draining or each.info.becomes:
+                logger.info("%s drains", each.info.name)
+                self._asked.pop(each.info.incarnation, None)
+                self._set_info(each, msgspec.structs.replace(each.info, draining=True, becomes=""))
 
     def _join(self, join: Join, identity: bytes) -> None:
         if join.protocol_version != PROTOCOL_VERSION:
@@ -392,6 +423,8 @@ class PDCoordination:
         check_address(info.host, info.port)
         if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
             raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
+        if info.group is not None and not 0 <= info.group.rank < info.group.size:
+            raise BadFrame(f"data rank {info.group.rank} in a group of {info.group.size}: out of range")
         try:
             home, becomes = [place_of(text) if text else None for text in (info.home, info.becomes)]
         except ValueError as error:
@@ -433,15 +466,15 @@ class PDCoordination:
                 self.publish_weights()
             return
         if present is not None:
-            self._remove(present, "a newer process took its place", has_died=True)
-        if moved is not None and not info.former:
-            self._remove(moved, f"its process was started again as {info.name}", has_died=True)
+            self._lose(present, "a newer process took its place", has_died=True)
+        if moved is not None and not info.former and self._is_here(moved):
+            self._lose(moved, f"its process was started again as {info.name}", has_died=True)
         self._listener.on_joined(info)  # raises if it gets no socket: then it is no member
         former = [m for m in self._members.values() if m.info.incarnation in info.former] if info.former else []
         for member in former:
             if member.info.draining and not member.info.becomes:  # it was asked to leave meanwhile
                 info = msgspec.structs.replace(info, draining=True)
-            self._remove(member, f"it became {info.name}")
+            self._remove([member], f"it became {info.name}")
             self._last[member.info.role, member.info.engine_rank] = info
         for incarnation in (*([last.incarnation] if is_other else []), *info.former):
             self._replaced[incarnation] = None
@@ -452,6 +485,9 @@ class PDCoordination:
         self._members[key] = member = _Member(info, lease_end_s, identity, now_s, now_s)
         if home is not None:
             self._moved[home] = member
+        if info.group is not None:
+            self._groups.setdefault(info.group.id, {})[info.group.rank] = member
+        self._doomed.pop(info.incarnation, None)
         self._kinds.add(info)
         if becomes is not None:
             self._reserved[becomes] = info.incarnation
@@ -460,8 +496,14 @@ class PDCoordination:
         self.weights.on_info(info)
         self.publish_weights()
         self._listener.on_change()
+        if any(each.info.draining and not each.info.becomes for each in self._group_of(member)):
+            self._drain(member)  # its group was asked to leave before it joined
 
     def _set_info(self, member: _Member, info: InstanceInfo) -> None:
+        self._put_info(member, info)
+        self._on_change()
+
+    def _put_info(self, member: _Member, info: InstanceInfo) -> None:
         self._kinds.remove(member.info)
         self._kinds.add(info)
         self._release_place(member.info)
@@ -469,7 +511,6 @@ class PDCoordination:
             self._reserved[place_of(info.becomes)] = info.incarnation
         member.info = info
         self._feed.put(info)
-        self._on_change()
 
     def _release_place(self, info: InstanceInfo) -> None:
         """Free the place that this member was going to get."""
@@ -477,21 +518,58 @@ class PDCoordination:
             del self._reserved[place]
 
     def _add_ended(self, info: InstanceInfo) -> None:
+        self._doomed.pop(info.incarnation, None)
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
 
-    def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
-        del self._members[(member.info.role, member.info.engine_rank)]
-        self._kinds.remove(member.info)
-        self._release_place(member.info)
-        if member.info.home:
-            self._moved.pop(place_of(member.info.home), None)
-        logger.warning("%s is gone: %s", member.info.name, reason)
-        self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
-        self._asked.pop(member.info.incarnation, None)
-        self.weights.on_lost(member.info)
+    def _lose(self, member: _Member, reason: str, has_died: bool = False) -> None:
+        """Remove a member, and with it the others of its group, which do not serve without it."""
+        others = [each for each in self._group_of(member) if each is not member]
+        if has_died:
+            self._doomed |= {each.info.incarnation: each.info for each in others}
+            while len(self._doomed) > KEPT_DOOMED:
+                del self._doomed[next(iter(self._doomed))]
+        self._remove([member, *others], reason, has_died)
+
+    def _remove(self, members: list[_Member], reason: str, has_died: bool = False) -> None:
+        """Remove these at once. `reason`: that of the first, which is the reason of the others."""
+        reasons = [reason, *(f"{members[0].info.name} of its group is gone: {reason}" for _ in members[1:])]
+        for member, why in zip(members, reasons, strict=True):
+            info = member.info
+            del self._members[info.role, info.engine_rank]
+            self._kinds.remove(info)
+            self._release_place(info)
+            if info.home:
+                self._moved.pop(place_of(info.home), None)
+            if info.group is not None:
+                self._leave_group(info.group)
+            logger.warning("%s is gone: %s", info.name, why)
+            self._feed.remove(info, LostInstance(info.incarnation, why, has_died))
+            self._asked.pop(info.incarnation, None)
+            self.weights.on_lost(info)
         self.publish_weights()
         self._on_change()
-        self._listener.on_lost(member.info, reason, has_died)
+        for member, why in zip(members, reasons, strict=True):
+            self._listener.on_lost(member.info, why, has_died)
+
+    def _leave_group(self, place: GroupPlace) -> None:
+        group = self._groups[place.id]
+        group.pop(place.rank, None)
+        if not group:
+            del self._groups[place.id]
+
+
+def _require_change(info: InstanceInfo, wanted: Role) -> None:
+    """Raise RoleRefused if an instance cannot become a `wanted` one now."""
+    if info.draining:
+        doing = f"becomes {instance_name(*place_of(info.becomes))}" if info.becomes else "drains"
+        raise RoleRefused(f"{info.name} {doing} already")
+    if wanted is info.role:
+        raise RoleRefused(f"{info.name} is a {info.role} instance already")
+    if wanted not in info.roles:
+        raise RoleRefused(
+            f"{info.name} cannot become a {wanted} instance, as its log says at its start: start one as `chitu join "
+            f"{wanted}`, then `chitu drain {info.name}`"
+        )
 
 
 def _proves_death(leave: Leave, info: InstanceInfo) -> bool:

@@ -88,9 +88,10 @@ class PDSchedulerService:
         engine: LoadedEngine,
         waker: Waker,
         build: Build,
+        begin_end: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
-        step thread."""
+        step thread. `begin_end`: that of its group (`member_group.py`), if it is in one."""
         self._deadlines = settings.deadlines
         self._comm = comm
         self._engine = engine
@@ -115,6 +116,7 @@ class PDSchedulerService:
         self._token_sockets: list[PushSocket] = []
         """To the token ports of the routers; none as long as it was only P, which sends no tokens."""
         self._build = build
+        self._begin_end = begin_end
         tokens = self._make_tokens(info)
         self._core = core = InstanceCore(
             settings, engine, tokens, self._report_failure, RealClock(), comm.tracer, Inbox(waker)
@@ -197,6 +199,7 @@ class PDSchedulerService:
         while not self._must_end and self._change_role():
             self._stop.wait()
         self._finish_running()
+        self._await_members()
         self._stop_step.set()
         self._waker.wake()
         self._heartbeat_wake.wake()
@@ -248,6 +251,16 @@ class PDSchedulerService:
             elif now_s - busy_s >= self._deadlines.transfer_s:
                 logger.warning("leaving without an answer from a peer that may still access pages of this instance")
                 return
+
+    def _await_members(self) -> None:
+        """Wait until the other members of the group have finished, too. Meanwhile this one is a member that drains, by
+        which the routers ask the others to. It waits for none if it ends for a reason of its own, which ends them."""
+        if self._begin_end is None or self._exit_code:
+            return
+        self._comm.contacts.drain()  # one that was idle has told nobody yet
+        have_finished = self._begin_end()
+        while not (have_finished() or self._skip_drain.is_set()):
+            time.sleep(0.02)
 
     @property
     def _must_end(self) -> bool:

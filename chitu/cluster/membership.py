@@ -22,7 +22,7 @@ import zmq
 
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
-from chitu.config.topology import SECTIONS
+from chitu.config.topology import places
 from chitu.errors import BadFrame, ConfigError
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
@@ -74,12 +74,12 @@ class Membership:
         self._traces = traces
         self._suffix = f".{index}" if index else ""  # several routers may share the folder
         self._loop = asyncio.get_running_loop()
-        self.coordination = core = PDCoordination(
+        self.coordination = PDCoordination(
             clock,
             pd.deadlines,
             new_incarnation(),
             self,
-            ((role, rank) for role, section in SECTIONS.items() for rank in range(len(getattr(config, section)))),
+            places(config),
             index,
         )
 
@@ -94,9 +94,7 @@ class Membership:
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         self._readers: dict[str, FrameReader] = {}
-        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(
-            self._loop, lambda instance: core.on_death(*instance)
-        )
+        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(self._loop, self._on_death)
         self._asked: dict[bytes, None] = {}
         """Topics of the readers that wait for a whole view, first come first."""
         self._published_s = self._next_beat_s = -math.inf
@@ -199,8 +197,13 @@ class Membership:
         self._deaths.follow((instance.role, instance.engine_rank, instance.incarnation), process)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
-        self._deaths.forget((instance.role, instance.engine_rank, instance.incarnation))
+        if not self.coordination.is_doomed(instance.incarnation):
+            self._deaths.forget((instance.role, instance.engine_rank, instance.incarnation))
         self._router.on_lost(instance, reason, has_died)
+
+    def _on_death(self, process: tuple[Role, int, int]) -> None:
+        self.coordination.on_death(*process)
+        self._deaths.forget(process)
 
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:

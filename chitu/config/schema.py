@@ -266,27 +266,36 @@ class PDDisaggregationConfig(Section, frozen=True):
 
 
 class InstanceConfig(Section, frozen=True):
-    """One instance: one torchrun."""
+    """One instance, or a group of `dp_size` instances that live and die together: one torchrun."""
 
     host: str = "127.0.0.1"
     """Address at which the router and the peers reach the instance."""
     port: Port = 0
-    """Port on which it receives requests."""
+    """Port on which it receives requests. Of a group that of its first member, the next ones follow; 0: any free
+    ones."""
     devices: tuple[str, ...] = AUTO_DEVICES
-    """`auto`: the next `tp_size` GPUs that the node may use, in the order of the topology, or CPUs if it has none. Else
-    one device per TP rank, `cpu` or `cuda:N`: the Nth of those GPUs. Several instances may name the same one."""
+    """`auto`: the next `dp_size` x `tp_size` GPUs that the node may use, in the order of the topology, or CPUs if it
+    has none. Else one device per rank, `cpu` or `cuda:N`: the Nth of those GPUs; those of a member stand side by side.
+    Several instances may name the same one."""
     tp_size: Parallel = 1
     """Number of ranks (tensor parallelism)."""
+    dp_size: Parallel = 1
+    """Members that share the experts; each has `tp_size` devices, and pages of its own."""
     threads: Parallel | None = None
-    """CPU threads of this instance; overrides `scheduler.threads`."""
+    """CPU threads of this instance, of each member in a group; overrides `scheduler.threads`."""
     num_pages: Positive | None = None
-    """Pages of this instance; overrides `cache.num_pages`."""
+    """Pages of this instance, of each member in a group; overrides `cache.num_pages`."""
     memory_fraction: Fraction | None = None
     """Share of each GPU that it uses for its weights, steps and pages; unset: an equal part of
     `cache.memory_fraction`."""
     rack: str = ""
     """Name of its rack, or of any part of the network that is faster within: until the router has measured a link, it
     takes one within a rack to be faster than others, and one within a host to be faster still."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all members."""
+        return self.dp_size * self.tp_size
 
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affinity"]

@@ -124,7 +124,8 @@ def staging_problems(router: RouterConfig) -> Iterator[str]:
 
 def staging_prefills(router: RouterConfig) -> tuple[int, ...]:
     """Return the engine ranks of the P that may be granted segments."""
-    return tuple(rank for rank, config in enumerate(router.prefill_schedulers) if config.tp_size == 1)
+    sizes = [config.tp_size for config in router.prefill_schedulers for _ in range(config.dp_size)]
+    return tuple(rank for rank, tp_size in enumerate(sizes) if tp_size == 1)
 
 
 def _num_peers(router: RouterConfig) -> int:

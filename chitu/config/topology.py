@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import msgspec
 
-from chitu.config.schema import InstanceConfig, RouterConfig, Topology
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
 
@@ -31,11 +31,17 @@ PORT_STEP = 2
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One torchrun of the topology; `key` is its path in the YAML."""
+    """One member of the cluster: a torchrun of its own, or one data rank of a group. `key` is the path of its entry in
+    the YAML."""
 
     role: Role
     engine_rank: int
     config: InstanceConfig
+    """Configuration of its entry, with the port and the devices of this member alone."""
+    data_rank: int = 0
+    """Its number in its group."""
+    entry: int | None = None
+    """Index of its entry in the list of its role; None: its engine rank."""
 
     @property
     def name(self) -> str:
@@ -43,25 +49,106 @@ class Instance:
 
     @property
     def key(self) -> str:
-        return f"dp_config.router.{SECTIONS[self.role]}.{self.engine_rank}"
+        return f"dp_config.router.{SECTIONS[self.role]}.{self.engine_rank if self.entry is None else self.entry}"
+
+    @property
+    def port_key(self) -> str:
+        """Path of its port; that of a further member names the distance."""
+        return f"{self.key}.port" + (f" (+{self.data_rank})" if self.data_rank else "")
+
+
+class Group(NamedTuple):
+    """One torchrun of the topology: one entry of the YAML, with `dp_size` members."""
+
+    first: Instance
+    members: tuple[Instance, ...]
+    config: InstanceConfig
+    """The entry as it is, with the port of the first member and the devices of all."""
+
+    @property
+    def role(self) -> Role:
+        return self.first.role
+
+    @property
+    def engine_rank(self) -> int:
+        """That of the first member."""
+        return self.first.engine_rank
+
+    @property
+    def key(self) -> str:
+        return self.first.key
+
+    @property
+    def name(self) -> str:
+        """`D0`, or `D0-D3` of several members."""
+        return self.first.name if len(self.members) == 1 else f"{self.first.name}-{self.members[-1].name}"
+
+
+def groups(topology: Topology) -> tuple[Group, ...]:
+    """Return the entries of the topology, P first, in their order."""
+    found = []
+    for role in Role:
+        rank = 0
+        for entry, config in enumerate(getattr(topology.dp_config.router, SECTIONS[role])):
+            members = tuple(
+                Instance(role, rank + data_rank, _of_member(config, data_rank), data_rank, entry)
+                for data_rank in range(config.dp_size)
+            )
+            found.append(Group(members[0], members, config))
+            rank += config.dp_size
+    return tuple(found)
+
+
+def _of_member(config: InstanceConfig, data_rank: int) -> InstanceConfig:
+    """Return an entry with the port and the devices of one of its members."""
+    if config.dp_size == 1:
+        return config
+    devices, first = config.devices, data_rank * config.tp_size
+    if len(devices) == config.num_devices and devices != AUTO_DEVICES:  # else the checks report it
+        devices = devices[first : first + config.tp_size]
+    return msgspec.structs.replace(config, port=config.port + data_rank if config.port else 0, devices=devices)
 
 
 def instances(topology: Topology) -> tuple[Instance, ...]:
-    """Return P0, P1, ..., D0, ..., U0, ... in this order."""
-    router = topology.dp_config.router
-    return tuple(
-        Instance(role, rank, config) for role in Role for rank, config in enumerate(getattr(router, SECTIONS[role]))
-    )
+    """Return P0, P1, ..., D0, ..., U0, ... in this order. The members of a group have consecutive ranks."""
+    return tuple(member for group in groups(topology) for member in group.members)
+
+
+def find_group(topology: Topology, name: str) -> Group:
+    """Return the torchrun with this name (`D0-D1`), or with a member of this name (`D1`)."""
+    for group in groups(topology):
+        if name in (group.name, *(member.name for member in group.members)):
+            return group
+    raise ConfigError(f"the topology has no process {name!r}")
+
+
+def process_of(topology: Topology, instance: Instance) -> str:
+    """Return the name of the process that an instance is in."""
+    return find_group(topology, instance.name).name
+
+
+def places(router: RouterConfig) -> list[tuple[Role, int]]:
+    """Return role and rank of each instance of the topology."""
+    sizes = {role: sum(entry.dp_size for entry in getattr(router, SECTIONS[role])) for role in Role}
+    return [(role, rank) for role, size in sizes.items() for rank in range(size)]
+
+
+def groups_of(topology: Topology, members: Iterable[Instance]) -> list[Group]:
+    """Return the groups of these members, in the order of the topology."""
+    keys = {member.key for member in members}
+    return [group for group in groups(topology) if group.key in keys]
 
 
 def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
-    """Return the instance of a scheduler process, with `dp_config.scheduler_base_port` as its port if set."""
+    """Return the instance of a scheduler process, with `dp_config.scheduler_base_port` as its port if set, or with the
+    next ones in a group."""
     for instance in instances(topology):
         if (instance.role, instance.engine_rank) == (role, engine_rank):
             base_port = topology.dp_config.scheduler_base_port
             if base_port is None:
                 return instance
-            return Instance(role, engine_rank, msgspec.structs.replace(instance.config, port=base_port))
+            port = base_port + instance.data_rank if base_port else 0
+            return replace(instance, config=msgspec.structs.replace(instance.config, port=port))
     names = ", ".join(instance.name for instance in instances(topology)) or "none"
     raise ConfigError(
         f"the topology has no instance {instance_name(role, engine_rank)}; it has {names} "
@@ -75,11 +162,11 @@ def with_router(topology: Topology, **changes: Any) -> Topology:
     return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 
-def with_instances(topology: Topology, change: Callable[[Instance], InstanceConfig]) -> Topology:
-    """Return the same topology with what `change` makes of each instance."""
+def with_instances(topology: Topology, change: Callable[[Group], InstanceConfig]) -> Topology:
+    """Return the same topology with what `change` makes of each entry."""
     configs: dict[str, list[InstanceConfig]] = {section: [] for section in SECTIONS.values()}
-    for instance in instances(topology):
-        configs[SECTIONS[instance.role]].append(change(instance))
+    for group in groups(topology):
+        configs[SECTIONS[group.role]].append(change(group))
     return with_router(topology, **{section: tuple(members) for section, members in configs.items()})
 
 
@@ -246,7 +333,7 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
         if router.port and num_on_host(router, index) > 1:
             yield f"{API_PORT} (+{place + 1}, of one router alone)", each.host, own_api_port(router, index)
     for instance in instances(topology):
-        yield f"{instance.key}.port", instance.config.host, instance.config.port
+        yield instance.port_key, instance.config.host, instance.config.port
 
 
 def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
@@ -257,8 +344,9 @@ def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
     return with_router(topology, pd_disaggregation=pd, **of_router)
 
 
-def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
-    """Return the CPU threads for the computation of each rank of an instance on a host with `cores` cores."""
+def threads_of(topology: Topology, instance: Instance | Group, cores: int) -> int:
+    """Return the CPU threads for the computation of each rank of an instance, or of each member of a group, on a host
+    with `cores` cores."""
     of_instance = (
         instance.config.threads
         or topology.scheduler.threads

@@ -24,6 +24,7 @@ from chitu.config.topology import (
     ALL_ADDRESSES,
     MAX_PORT,
     bound_ports,
+    groups,
     host_names,
     instances,
     is_address,
@@ -152,18 +153,25 @@ def _api_key_problems(router: RouterConfig) -> Iterator[str]:
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:
-    for instance in instances(topology):
-        config = instance.config
+    router = topology.dp_config.router
+    for group in groups(topology):
+        key, config = group.key, group.config
+        if config.dp_size > 1 and router.balance == "act":
+            yield (
+                f"{key}.dp_size is {config.dp_size}, and dp_config.router.balance is act: the balancer changes the "
+                "role of one instance at a time, and a group changes as a whole; use advise or off"
+            )
         if is_auto(config):
             continue
-        if len(config.devices) != config.tp_size:
+        if len(config.devices) != config.num_devices:
+            of_group = f", and {key}.dp_size {config.dp_size}" if config.dp_size > 1 else ""
             yield (
-                f"{instance.key}.devices names {len(config.devices)} devices, but {instance.key}.tp_size is "
-                f"{config.tp_size}: give one device per rank"
+                f"{key}.devices names {len(config.devices)} devices, but {key}.tp_size is "
+                f"{config.tp_size}{of_group}: give one device per rank"
             )
         for device in config.devices:
             if reason := why_no_device(device):
-                yield f"{instance.key}.devices {reason}"
+                yield f"{key}.devices {reason}"
 
 
 def _device_problems(topology: Topology) -> Iterator[str]:
@@ -197,7 +205,7 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
     hosts = host_names(topology)
     by_key = {"dp_config.router.host": router.host}
     by_key |= {f"dp_config.router.hosts.{index}": host for index, host in enumerate(router.hosts) if index}
-    by_key |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
+    by_key |= {f"{group.key}.host": group.config.host for group in groups(topology)}
     placeholders = {key: host for key, host in by_key.items() if host.endswith(PLACEHOLDER_SUFFIX)}
     if placeholders:
         names = ", ".join(dict.fromkeys(placeholders.values()))
@@ -275,7 +283,7 @@ def _size_problems(topology: Topology) -> Iterator[str]:
     if topology.model.max_model_len is not None:
         for key, pages in [
             ("cache.num_pages", cache.num_pages),
-            *((f"{instance.key}.num_pages", instance.config.num_pages) for instance in instances(topology)),
+            *((f"{group.key}.num_pages", group.config.num_pages) for group in groups(topology)),
         ]:
             if pages is not None and pages * cache.page_size < topology.model.max_model_len:
                 yield (
@@ -336,8 +344,8 @@ def _split_problems(topology: Topology) -> Iterator[str]:
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     except (OSError, ValueError, TypeError, KeyError):
         return
-    for instance in instances(topology):
-        tp_size = instance.config.tp_size
+    for group in groups(topology):
+        tp_size = group.config.tp_size
         reason = why_not(num_heads, num_kv_heads, tp_size)
         if reason:
-            yield f"{instance.key}.tp_size is {tp_size}: {reason}"
+            yield f"{group.key}.tp_size is {tp_size}: {reason}"

@@ -36,9 +36,9 @@ from chitu.engine.memory_budget import (
     too_large,
 )
 from chitu.engine.model_runner import ModelRunner
+from chitu.engine.rank_groups import RankGroup, RankGroups, groups_of_rank
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
-from chitu.engine.tp_executor import RankGroup
 from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
@@ -143,6 +143,8 @@ class BuildProgress(Protocol):
 class RankEngine:
     group: RankGroup | None
     """Ranks of the instance; None if it has only one."""
+    members: RankGroup | None
+    """Ranks at the same place in the members of its group; None if it is in none."""
     pool: KVPool
     runner: ModelRunner
     threads: int
@@ -204,8 +206,9 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
     target = _target(topology, instance, tp_rank)
-    size, path = instance.config.tp_size, topology.model.path
-    group = RankGroup(tp_rank, size, target.device) if size > 1 else None
+    config, path = instance.config, topology.model.path
+    groups = groups_of_rank(config.dp_size, config.tp_size, instance.data_rank, tp_rank, target.device)
+    group = groups.tp
     # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     _require_memory(target)
@@ -219,7 +222,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             num_pages=group.smallest(plan.num_pages),
             num_states=group.smallest(plan.num_states) if target.layout.state else 0,
         )
-    return _assemble(target, plan, model, group, threads, stamp)
+    return _assemble(target, plan, model, groups, threads, stamp)
 
 
 def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
@@ -288,12 +291,12 @@ def _assemble(
     target: _Target,
     plan: PoolPlan,
     model: Model,
-    group: RankGroup | None,
+    groups: RankGroups,
     threads: int,
     stamp: tuple[tuple[object, ...], ...],
 ) -> RankEngine:
     """Put the parts of a rank together over its model."""
-    topology, role, spec = target.topology, target.instance.role, target.spec
+    topology, role, spec, group = target.topology, target.instance.role, target.spec, groups.tp
     device, layout = target.device, target.layout
     path, num_slots = topology.model.path, topology.scheduler.max_running_requests
     # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
@@ -329,7 +332,7 @@ def _assemble(
     )
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
     weights = RankWeights(_weights_source(target, model, group), runner)
-    return RankEngine(group, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
+    return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
 
 
 def _longest(target: _Target, num_pages: int) -> int:

@@ -61,7 +61,8 @@ class Lifeline:
 
 
 class ProcessWatch:
-    """The main rank's watch. `pids`: processes of its followers; one that is already gone ends this process too."""
+    """The main rank's watch. `pids`: processes of its followers, or of the other members' main ranks; one that is
+    already gone ends this process too."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._disarmed = threading.Event()
@@ -88,6 +89,6 @@ class ProcessWatch:
     def _end(self, pid: int) -> None:
         if self._disarmed.is_set():
             return
-        logger.critical("another rank of this instance (pid %d) has ended; ending too", pid)
+        logger.critical("another rank of this instance or group (pid %d) has ended; ending too", pid)
         logging.shutdown()
         os._exit(EXIT_DEAD_THREAD)

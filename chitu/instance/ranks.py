@@ -19,7 +19,8 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
 from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.process_watch import Lifeline, explaining
-from chitu.engine.tp_executor import RankGroup, run_follower
+from chitu.engine.rank_groups import RankGroup
+from chitu.engine.tp_executor import run_follower
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_sums import state_seals_of

@@ -39,6 +39,9 @@ from chitu.config.topology import (
     api_host,
     api_url,
     family_of,
+    find_group,
+    groups,
+    groups_of,
     host_names,
     instances,
     instances_on,
@@ -46,6 +49,7 @@ from chitu.config.topology import (
     own_api_url,
     place_on_host,
     probe_address,
+    process_of,
     router_at,
     router_hosts,
     router_ports,
@@ -161,7 +165,8 @@ class HostProcesses:
             for index, each in enumerate(router_hosts(topology.dp_config.router))
             if same_host(each) == same_host(host) and not only
         }
-        own = [name for name in (*self._routers, *(i.name for i in instances_on(topology, host))) if only in ("", name)]
+        here = groups_of(topology, instances_on(topology, host))
+        own = [name for name in (*self._routers, *(group.name for group in here)) if only in ("", name)]
         self.topology = topology = _completed(topology, own, len(self._routers), stdout is not None)
         self.host = host
         self.label = label
@@ -246,7 +251,7 @@ class HostProcesses:
         """Return what runs here, on which devices, a line each."""
         of = f"{self.label} " if self.label else ""
         names = list(self.members)
-        own = [item for item in instances_on(self.topology, self.host) if item.name in names]
+        own = [item for item in instances_on(self.topology, self.host) if process_of(self.topology, item) in names]
         where = "" if self._stdout is not None else f"logs: {self.log_dir}"
         lines = [f"{of}({self.host}): {' '.join(names)}" + (f"; {where}" if where else "")] if of else []
         notes = (*self._placement.notes, *([describe(own, self.node)] if own else []))
@@ -309,21 +314,27 @@ class HostProcesses:
             if not _is_ready(mine):
                 raise _taken(self._only)  # the router would refuse it after loading
         # Of this host's instances only the incarnations that it started count; of other hosts any.
+        parts = self._parts(live)
         self._joined = {
             name: incarnation
             for name, incarnation in health.joined.items()
-            if name not in live or incarnation == live[name].progress.incarnation
+            if name not in parts or incarnation == parts[name].incarnation
         }
         words += [
             f"{instance.name} on {instance.config.host} has not joined the router"
             for instance in instances(self.topology)
             if instance.name not in self._joined
             # `words` already has this host's loading instances; only the router's host waits for those of others.
-            and (_is_ready(live.get(instance.name)) if instance.name in self.members else self.has_router)
+            and self._awaits(instance, live)
         ]
         if self.has_router and not (words or health.is_usable or missing_roles(self.topology)):
             words.append("the router has no usable instances")
         return words
+
+    def _awaits(self, instance: Instance, live: Mapping[str, Member]) -> bool:
+        """Return whether an instance should have joined: one of this host that is ready, or one of another host."""
+        process = process_of(self.topology, instance)
+        return _is_ready(live.get(process)) if process in self.members else self.has_router
 
     @property
     def awaits_others(self) -> bool:
@@ -339,8 +350,9 @@ class HostProcesses:
         """Return the states to display: of this host's processes, and on the router's host of all other instances."""
         states = {name: member.progress for name, member in self.members.items()}
         if self.has_router:
-            for instance in instances(self.topology):
-                states.setdefault(instance.name, Progress("ready" if instance.name in self._joined else "starting"))
+            for group in groups(self.topology):
+                is_ready = all(member.name in self._joined for member in group.members)
+                states.setdefault(group.name, Progress("ready" if is_ready else "starting"))
         return states
 
     def require_alive(self) -> None:
@@ -364,9 +376,10 @@ class HostProcesses:
         reason, namespace = "its launcher detected the end of its process", pid_namespace()
         leaves = []
         for i in instances(self.topology):
-            last = self.members[i.name].last if i.name in dead else Progress()
+            process = process_of(self.topology, i)
+            last = self.members[process].last[i.data_rank] if process in dead else Progress()
             if last.incarnation:
-                gone = tuple(pid for pid in self._pids.get(i.name, ()) if not os.path.exists(f"/proc/{pid}"))
+                gone = tuple(pid for pid in self._pids.get(process, ()) if not os.path.exists(f"/proc/{pid}"))
                 role, rank = place_of(last.place) if last.place else (i.role, i.engine_rank)
                 leaves.append(Leave(role, rank, last.incarnation, reason, gone, namespace))
         if leaves:
@@ -395,7 +408,7 @@ class HostProcesses:
         key, port = cluster_key_of(self.topology), self.ports.get("port", self.topology.dp_config.router.port)
         if self.has_router and key:
             self.supervisor.run_dir.keep_key(port, key)
-        own = tuple(name for name in self.members if not is_router(name))
+        own = tuple(item.name for item in instances(self.topology) if process_of(self.topology, item) in self.members)
         self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
 
     def _write_config(self) -> None:
@@ -409,15 +422,17 @@ class HostProcesses:
         topology, config = self.topology, str(self._config)
         if name in self._routers:
             return router_spec(topology, config, [], self._entries, self._routers[name])
-        spec = instance_spec(topology, self._instance(name), config, [], self._cores, self._entries, self.node)
+        spec = instance_spec(topology, find_group(topology, name), config, [], self._cores, self._entries, self.node)
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
     def _own_ports(self) -> dict[str, int]:
         ports = router_ports(self.topology.dp_config.router)
         return {key.rpartition(".")[2]: port for key, port in ports.items()}
 
-    def _instance(self, name: str) -> Instance:
-        return next(instance for instance in instances(self.topology) if instance.name == name)
+    def _parts(self, live: Mapping[str, Member]) -> dict[str, Progress]:
+        """Return the progress of each instance in these processes."""
+        known = [item for item in instances(self.topology) if process_of(self.topology, item) in live]
+        return {item.name: live[process_of(self.topology, item)].parts[item.data_rank] for item in known}
 
 
 def with_free_ports(topology: Topology) -> Topology:

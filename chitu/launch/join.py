@@ -23,7 +23,7 @@ import msgspec
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
-from chitu.config.topology import SECTIONS, find_instance, host_names, is_loopback, same_host, with_router
+from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback, same_host, with_router
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
 from chitu.launch.host import NodeOptions, run_node
@@ -146,7 +146,8 @@ def grown(
 ) -> Topology:
     """Return the topology with the instances that have joined since, and with instance `rank` of `role` on `host`.
 
-    If the first of the role has GPUs, the new one's launcher chooses its own (`auto`).
+    If the first of the role has GPUs, the new one's launcher chooses its own (`auto`). Members of groups are listed as
+    instances of their own: the new one is in no group.
 
     Where the topology has none of a role, its instances have the defaults of their keys.
 
@@ -159,7 +160,8 @@ def grown(
     places = {(item.role, int(item.name[1:])): item.host for item in known} | {(str(role), rank): host}
     sections = {}
     for each, section in SECTIONS.items():
-        configs: list[InstanceConfig] = list(getattr(topology.dp_config.router, section))
+        members = [member.config for member in instances(topology) if member.role is each]
+        configs: list[InstanceConfig] = [msgspec.structs.replace(config, dp_size=1) for config in members]
         size = max((number + 1 for kind, number in places if kind == str(each)), default=0)
         like = configs[0] if configs else InstanceConfig(host=topology.dp_config.router.host)
         for number in range(len(configs), size):

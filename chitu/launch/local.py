@@ -11,9 +11,9 @@
     # leaving the block drains and ends everything within seconds; nothing is left behind
 
 If the topology has no cluster key, one is made, so no other user can join: `cluster.topology` has it. Names are
-`router`, `P0`, `P1`, `D0`, `U0`. All ports but a fixed one may be 0. `cluster.ports` has the router's actual ones by
-short key name (`port`, `stats_port`, `bootstrap_port`, ...). Logs stay in `cluster.log_dir`. It has no thread of its
-own: the thread that calls its methods must outlive it.
+`router`, `P0`, `P1`, `D0`, `U0`; a group is one process, `D0-D1`. All ports but a fixed one may be 0. `cluster.ports`
+has the router's actual ones by short key name (`port`, `stats_port`, `bootstrap_port`, ...). Logs stay in
+`cluster.log_dir`. It has no thread of its own: the thread that calls its methods must outlive it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from chitu.config.schema import Topology
-from chitu.config.topology import instances, on_one_host, with_router
+from chitu.config.topology import find_group, instances, on_one_host, with_router
 from chitu.launch.host import HostProcesses
 from chitu.launch.plan import Entries
 from chitu.process.child import is_router
@@ -96,14 +96,19 @@ class LocalCluster(HostProcesses):
         return child is not None and child.exit_code() is None
 
     def pid(self, name: str) -> int:
-        """Return the pid of the process that does the work: the scheduler under torchrun, or the router itself."""
-        child = self.supervisor.child(name)
-        if is_router(name) or not self._entries.has_torchrun(self._instance(name)):
+        """Return the pid of the process that does the work: the scheduler under torchrun, or the router itself. Of a
+        group that of the member with this name, or of its first one."""
+        if is_router(name):
+            return self.supervisor.child(name).pid
+        group = find_group(self.topology, name)
+        child = self.supervisor.child(group.name)
+        if not self._entries.has_torchrun(group):
             return child.pid
+        rank = sum(member.data_rank * group.config.tp_size for member in group.members if member.name == name)
         workers = child.worker_pids()
-        if not workers:
+        if len(workers) <= rank:
             raise StartFailed(f"{name} has no scheduler process yet")
-        return workers[0]
+        return workers[rank]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the working process (SIGKILL, SIGSTOP, SIGCONT, ...)."""

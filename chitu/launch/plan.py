@@ -1,8 +1,10 @@
 """Topology -> processes: the commands and environments that make the cluster, and the output of `chitu plan`. Pure.
 
 Called by the launchers and by `chitu plan`. The router is a plain process; an instance is one torchrun with `tp_size`
-ranks and its own rendezvous, so instances never meet in torch.distributed. The rendezvous of a single rank is a file,
-since torch's TCP store (`--standalone`, at a free port) listens on all interfaces. The hosts of a topology are numbered
+ranks and its own rendezvous, so instances never meet in torch.distributed. Neither do groups: the members of one share
+a torchrun of `dp_size` x `tp_size` ranks, of which rank r is TP rank r % `tp_size` of data rank r // `tp_size`. The
+rendezvous of a single rank is a file, since torch's TCP store (`--standalone`, at a free port) listens on all
+interfaces. The hosts of a topology are numbered
 in the order in which it names them, the router's first; a list of machines (Slurm's nodes, `--hosts`) replaces them in
 this order, so the placeholders of the packaged files never have to be edited.
 """
@@ -21,8 +23,9 @@ import msgspec
 from chitu.config.schema import Topology
 from chitu.config.topology import (
     API_PORT,
-    Instance,
+    Group,
     bound_ports,
+    groups,
     host_names,
     instances,
     router_hosts,
@@ -56,8 +59,8 @@ class Entries:
         """Whether the scheduler reads a whole model; stand-ins need none, or one without weights."""
         return self.scheduler == Entries().scheduler
 
-    def has_torchrun(self, instance: Instance) -> bool:
-        return self.torchrun or instance.config.tp_size > 1
+    def has_torchrun(self, group: Group) -> bool:
+        return self.torchrun or group.config.num_devices > 1
 
 
 def router_spec(
@@ -76,40 +79,42 @@ def router_spec(
 
 def instance_spec(
     topology: Topology,
-    instance: Instance,
-    config: str,
+    group: Group,
+    file: str,
     overrides: Sequence[str],
     cores: int,
     entries: Entries,
     node: NodeDevices | None = None,
 ) -> ProcessSpec:
-    """Return the torchrun of one instance. `cores` are the CPU cores of its host; `node` has its GPUs, if known."""
+    """Return the torchrun of an instance or group. `cores`: CPU cores of its host; `node` has its GPUs, if known."""
     deadlines = topology.dp_config.router.pd_disaggregation.deadlines
     patience_s = math.ceil(deadlines.drain_delay_s + deadlines.drain_s) + 30
-    alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
+    config, num_ranks = group.config, group.config.num_devices
+    alone, has_torchrun = num_ranks == 1, entries.has_torchrun(group)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
     # The ranks of an instance share a host. Without an address they would resolve its name, which may fail.
     torchrun = ("-m", "torch.distributed.run", "--local-addr=127.0.0.1", *meeting)
-    ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
+    ranks = (f"--nproc-per-node={num_ranks}", "--max-restarts=0")
     return ProcessSpec(
-        name=instance.name,
-        host=instance.config.host,
+        name=group.name,
+        host=config.host,
         argv=(
             *(entries.python, *(torchrun + ranks if has_torchrun else ())),
-            *("-m", entries.scheduler, "--config", config),
-            *("--role", instance.role.value, "--rank", str(instance.engine_rank), *overrides),
+            *("-m", entries.scheduler, "--config", file),
+            *("--role", group.role.value, "--rank", str(group.engine_rank), *overrides),
         ),
         env={
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(threads_of(topology, instance, cores)),
+            "OMP_NUM_THREADS": str(threads_of(topology, group, cores)),
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
             # Otherwise torchrun kills its ranks 30 s after a signal (torch before 2.12 always does).
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             # Otherwise torchrun would still start a TCP store for its ranks.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
-            **(environment_of(instance, node) if node is not None else {}),
+            **(environment_of(group, node) if node is not None else {}),
         },
+        num_members=config.dp_size,
     )
 
 
@@ -123,10 +128,9 @@ def plan(
 ) -> tuple[ProcessSpec, ...]:
     """Return all processes of the topology, router first, as `chitu plan` shows them. `node` has the GPUs, if known."""
     entries = entries or Entries()
-    members = instances(topology)
     return (
         *(router_spec(topology, config, overrides, entries, i) for i in range(len(routers(topology)))),
-        *(instance_spec(topology, member, config, overrides, cores, entries, node) for member in members),
+        *(instance_spec(topology, group, config, overrides, cores, entries, node) for group in groups(topology)),
     )
 
 
@@ -164,7 +168,7 @@ def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
     keys = {"dp_config.router.host": moved.dp_config.router.host}
     if moved.dp_config.router.hosts:
         keys["dp_config.router.hosts"] = f"[{','.join(moved.dp_config.router.hosts)}]"
-    keys |= {f"{instance.key}.host": instance.config.host for instance in instances(moved)}
+    keys |= {f"{group.key}.host": group.config.host for group in groups(moved)}
     return [f"{key}={host}" for key, host in keys.items()]
 
 
@@ -244,14 +248,15 @@ def _ports(topology: Topology) -> Iterator[str]:
 
 
 def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
-    configs = {instance.name: instance.config for instance in instances(topology)}
+    configs = {group.name: group.config for group in groups(topology)}
     for spec in specs:
         yield ""
         if is_router(spec.name):
             yield f"{spec.name} on {spec.host}"
         else:
             config = configs[spec.name]
-            yield f"{spec.name} on {spec.host}: tp_size {config.tp_size}, devices {','.join(config.devices)}"
+            sizes = f"tp_size {config.tp_size}" if config.dp_size == 1 else f"dp {config.dp_size} x tp {config.tp_size}"
+            yield f"{spec.name} on {spec.host}: {sizes}, devices {','.join(config.devices)}"
         yield f"  {' '.join(f'{key}={shlex.quote(value)}' for key, value in spec.env.items())} \\"
         yield f"  {shlex.join(spec.argv)}"
 

@@ -261,7 +261,7 @@ def preflight(
     """Run all checks for the processes of the topology on this machine, its `host`. `cards` has the bytes of each of
     its GPUs, if known. `names` limits the checks to these processes."""
     here = [item for item in instances_on(topology, host) if names is None or item.name in names]
-    others = {f"{item.key}.port" for item in instances_on(topology, host) if item not in here}
+    others = {item.port_key for item in instances_on(topology, host) if item not in here}
     has_router = names is None or any(map(is_router, names))
     binds = look_at_ports(topology, host)
     yield from port_findings(b for b in binds if b.key not in others and (has_router or "_schedulers." in b.key))

@@ -4,7 +4,7 @@ state of any request. `common.py` maps the tensors of a checkpoint to it.
 q, k and v are one weight, and so are gate and up: one large product instead of several. With tensor parallelism each
 rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are split by output and need no
 communication. The output and down projections are split by input, so their results are summed over the ranks, as is the
-embedding. Logits are gathered on rank 0. The calls to other ranks (`engine/tp_executor.py`) are collective: every rank
+embedding. Logits are gathered on rank 0. The calls to other ranks (`engine/rank_groups.py`) are collective: every rank
 runs the same layers, with the same calls in the same order.
 
 *Latent attention* with absorbed weights (DeepSeek-V2, section 2.1) is the same for prefill and decode. A token has one

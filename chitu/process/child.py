@@ -45,12 +45,14 @@ class ProcessSpec:
     """One process to start. `env` has only the variables that override the inherited environment."""
 
     name: str
-    """Name: `router`, `P0`, `D1`, `U0`."""
+    """Name: `router`, `P0`, `D1`, `U0`; `D0-D3` of a group."""
     host: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     descriptors: tuple[int, ...] = ()
     """File descriptors of the starter that the process inherits under the same numbers."""
+    num_members: int = 1
+    """Instances in it, each of which reports its progress."""
 
 
 class ChildProcess:

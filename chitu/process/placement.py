@@ -29,7 +29,18 @@ from chitu.config.devices import (
 from chitu.config.load import read_topology
 from chitu.config.schema import Topology
 from chitu.config.staging import goes_through_the_host, has_transfer_library
-from chitu.config.topology import Instance, host_names, instances, instances_on, same_host, with_instances, with_router
+from chitu.config.topology import (
+    Group,
+    Instance,
+    groups,
+    groups_of,
+    host_names,
+    instances,
+    instances_on,
+    same_host,
+    with_instances,
+    with_router,
+)
 from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.errors import ConfigError
 from chitu.net.rdma_devices import Rdma, choose_for_ucx, choose_protocol, look_at_rdma, why_no_rdma
@@ -45,13 +56,14 @@ KEY = f"{PD}.mooncake_protocol"
 @dataclass(frozen=True, slots=True)
 class DeviceAssignment:
     devices: Mapping[str, tuple[str, ...]]
-    """Devices of all instances that were `auto`, by key of the instance; those of other nodes by their kind only."""
+    """Devices of all entries of the topology that were `auto`, by key; those of other nodes by their kind only."""
     notes: tuple[str, ...]
     """Notes for the operator, a sentence each."""
 
 
-def assign_devices(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> DeviceAssignment:
-    """Assign devices to `own`, this node's instances. Raise ConfigError if there are too few, or a name is invalid."""
+def assign_devices(topology: Topology, members: Sequence[Instance], node: NodeDevices) -> DeviceAssignment:
+    """Assign devices to this node's instances. Raise ConfigError if there are too few, or a name is invalid."""
+    own = groups_of(topology, members)
     for instance in own:
         for reason in filter(None, map(why_no_device, () if is_auto(instance.config) else instance.config.devices)):
             raise ConfigError(f"{instance.key}.devices {reason}")
@@ -75,25 +87,25 @@ def assign_devices(topology: Topology, own: Sequence[Instance], node: NodeDevice
     if on_gpus:
         taken = {gpu_index(device) for instance in named for device in instance.config.devices if is_gpu(device)}
         free = [k for k in range(len(node.devices)) if k not in taken]
-        needed = sum(instance.config.tp_size for instance in asked)
+        needed = sum(instance.config.num_devices for instance in asked)
         if needed > len(free):
             raise ConfigError(_too_few(asked, needed, len(free), where))
         for instance in asked:
-            mine, free = free[: instance.config.tp_size], free[instance.config.tp_size :]
+            mine, free = free[: instance.config.num_devices], free[instance.config.num_devices :]
             devices[instance.key] = tuple(f"cuda:{k}" for k in mine)
             _check_parts(instance, [node.devices[k] for k in mine])
         notes += [*_shared(own), *_idle(free, node)]
-    for instance in instances(topology):
+    for instance in groups(topology):
         if is_auto(instance.config) and instance.key not in devices:
             is_here = any(instance.key == mine.key for mine in own)
             kind_of_it = GPU_ELSEWHERE if on_gpus and not is_here else CPU
             if own or kind is not None:  # a node with only the router does not know the other nodes' devices
-                devices[instance.key] = (kind_of_it,) * instance.config.tp_size
+                devices[instance.key] = (kind_of_it,) * instance.config.num_devices
     return DeviceAssignment(devices, tuple(notes))
 
 
-def environment_of(instance: Instance, node: NodeDevices) -> dict[str, str]:
-    """Return the variables that show a process of this instance only its own devices. Empty on CPUs, and for devices
+def environment_of(instance: Instance | Group, node: NodeDevices) -> dict[str, str]:
+    """Return the variables that show the processes of a torchrun only its own devices. Empty on CPUs, and for devices
     that this node does not have, as in a plan for other nodes."""
     names = tuple(dict.fromkeys(filter(is_gpu, instance.config.devices)))
     if not names or any(name == GPU_ELSEWHERE or gpu_index(name) >= len(node.devices) for name in names):
@@ -124,7 +136,7 @@ def _kind_of_others(topology: Topology) -> str | None:
     return None if not named else "cuda" if any(map(is_gpu, named)) else CPU
 
 
-def _check_named(named: Sequence[Instance], node: NodeDevices) -> None:
+def _check_named(named: Sequence[Group], node: NodeDevices) -> None:
     for instance in named:
         mine = list(dict.fromkeys(filter(is_gpu, instance.config.devices)))
         for device in mine:
@@ -138,17 +150,19 @@ def _check_named(named: Sequence[Instance], node: NodeDevices) -> None:
         _check_parts(instance, [node.devices[gpu_index(device)] for device in mine])
 
 
-def _check_parts(instance: Instance, devices: Sequence[Device]) -> None:
-    if len(devices) > 1 and any(device.is_mig for device in devices):
+def _check_parts(instance: Group, devices: Sequence[Device]) -> None:
+    if instance.config.tp_size > 1 and any(device.is_mig for device in devices):
         raise ConfigError(
             f"{instance.key}.tp_size is {instance.config.tp_size}, but its devices are MIG parts of a GPU, which "
             "cannot reach each other: use tp_size 1, or whole GPUs"
         )
 
 
-def _too_few(asked: Sequence[Instance], needed: int, num_free: int, where: str) -> str:
-    sizes = sorted({instance.config.tp_size for instance in asked})
+def _too_few(asked: Sequence[Group], needed: int, num_free: int, where: str) -> str:
+    sizes = sorted({instance.config.num_devices for instance in asked})
     each = f"tp_size {' and '.join(map(str, sizes))}"
+    if any(instance.config.dp_size > 1 for instance in asked):
+        each = f"dp_size x tp_size {' and '.join(map(str, sizes))}"
     sharing = ""
     if num_free and all(size == 1 for size in sizes):
         words = [f"{instance.key}.devices=[cuda:{k % num_free}]" for k, instance in enumerate(asked)]
@@ -160,7 +174,7 @@ def _too_few(asked: Sequence[Instance], needed: int, num_free: int, where: str) 
     )
 
 
-def _shared(own: Sequence[Instance]) -> list[str]:
+def _shared(own: Sequence[Group]) -> list[str]:
     users: dict[str, list[str]] = {}
     for instance in own:
         for index in dict.fromkeys(map(gpu_index, filter(is_gpu, instance.config.devices))):
@@ -177,7 +191,7 @@ def _gpus(count: int) -> str:
     return "no GPU" if count == 0 else f"{count} GPU{'s' * (count > 1)}"
 
 
-def _names(found: Sequence[Instance]) -> str:
+def _names(found: Sequence[Group]) -> str:
     return ", ".join(instance.name for instance in found)
 
 
@@ -351,8 +365,8 @@ def look_for(own: Sequence[Instance]) -> NodeDevices:
 
 def on_cpus(topology: Topology) -> Topology:
     """Return the topology with all instances whose devices are `auto` on CPUs."""
-    autos = [item for item in instances(topology) if is_auto(item.config)]
-    return with_shares(topology, DeviceAssignment({item.key: (CPU,) * item.config.tp_size for item in autos}, ()))
+    autos = [item for item in groups(topology) if is_auto(item.config)]
+    return with_shares(topology, DeviceAssignment({item.key: (CPU,) * item.config.num_devices for item in autos}, ()))
 
 
 def with_shares(topology: Topology, shares: DeviceAssignment) -> Topology:

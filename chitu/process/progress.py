@@ -7,7 +7,8 @@ at its end `{"state": "drained"}` if an operator drained it, `{"state": "taken"}
 while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. The router writes `{"state": "ready",
 "ports": ...}`. It is a file, not a pipe, so that it works through torchrun, and a process started by hand needs none.
 Written by the main thread of the process, read by the supervisor. Each record takes the place of the last one, and the
-file is kept for the next process, so that a report needs no space on a full disk.
+file is kept for the next process, so that a report needs no space on a full disk. Of a group each member has a file of
+its own beside that of the first (`file_of`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,8 @@ MIN_INTERVAL_S = 0.1
 BEAT_S = 1.0
 RECORD_BYTES = 512
 """Size of a record with the spaces behind it, more than any has."""
+STATES = ("starting", "loading", "warmup", "ready")
+"""The states of a start, in order."""
 DRAINED = "drained"
 TAKEN = "taken"
 """State of a process that the router refused, since another process has its rank."""
@@ -51,11 +54,23 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Actual ports of a ready router, by short key name."""
 
 
+def file_of(path: Path, data_rank: int) -> Path:
+    """Return the file of a member of a group. `path`: that of its first."""
+    return path.with_name(f"{path.name}.{data_rank}") if data_rank else path
+
+
+def joined(parts: Sequence[Progress]) -> Progress:
+    """Return the progress of a group: that of the member that is furthest behind, or of one whose place was taken."""
+    taken = [part for part in parts if part.state == TAKEN]
+    return taken[0] if taken else min(parts, key=lambda part: STATES.index(part.state) if part.state in STATES else 9)
+
+
 class ProgressWriter:
     """Writes to the file that the environment names; does nothing if it names none."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path or progress_file()
+    def __init__(self, path: Path | None = None, data_rank: int = 0) -> None:
+        path = path or progress_file()
+        self._path = path and file_of(path, data_rank)
         self._last_s = 0.0
 
     def state(self, state: str) -> None:

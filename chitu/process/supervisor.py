@@ -21,7 +21,7 @@ from chitu.errors import ConfigError, Internal
 from chitu.process.child import ChildProcess, ProcessSpec, is_router
 from chitu.process.logs import StdoutLog, claim_log
 from chitu.process.probes import Probes
-from chitu.process.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
+from chitu.process.progress import DRAINED, TAKEN, Progress, file_of, joined, read_progress, write_progress
 from chitu.process.run_dir import RunDir
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
@@ -51,6 +51,9 @@ class Member:
     name: str
     child: ChildProcess | None = None
     progress: Progress = field(default_factory=Progress)
+    """Its progress; of a group that of the member of the cluster that is furthest behind."""
+    parts: tuple[Progress, ...] = (Progress(),)
+    """Progress of each member of the cluster in it, by data rank."""
     was_ready: bool = False
     failures: int = 0
     """Number of deaths in a row; each doubles the wait before the next start."""
@@ -66,8 +69,8 @@ class Member:
     """Newest beat of a router by its file, and when it was seen."""
     lost_rank: bool = False
     """Whether its last incarnation ended because another process has its rank."""
-    last: Progress = field(default_factory=Progress)
-    """What the last process that ended has reported."""
+    last: tuple[Progress, ...] = (Progress(),)
+    """`parts` of the last process that ended."""
 
 
 class Supervisor:
@@ -123,12 +126,14 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
+        member.parts = (Progress(),) * spec.num_members
         can_report = True
-        try:  # in place, since the disk may be full
-            write_progress(progress, Progress())
-        except OSError:
-            progress.unlink(missing_ok=True)
-            can_report = False
+        for path in self._progress_paths(member):
+            try:  # in place, since the disk may be full
+                write_progress(path, Progress())
+            except OSError:
+                path.unlink(missing_ok=True)
+                can_report = False
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1
@@ -186,10 +191,11 @@ class Supervisor:
         if self._is_ending:
             return "this launcher ends"
         for member in self.members.values():
-            found = read_progress(self._progress_path(member.name)) if member.child is not None else Progress("dead")
-            if found.state != "ready":
-                return f"{member.name} is {found.state}"
-            if not is_router(member.name) and not found.is_member:
+            parts = [read_progress(path) for path in self._progress_paths(member)]
+            state = joined(parts).state if member.child is not None else "dead"
+            if state != "ready":
+                return f"{member.name} is {state}"
+            if not is_router(member.name) and not all(part.is_member for part in parts):
                 return f"{member.name} is not in the cluster, or drains"
         return ""
 
@@ -277,6 +283,10 @@ class Supervisor:
     def _progress_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.progress"
 
+    def _progress_paths(self, member: Member) -> list[Path]:
+        """Return the file of each member of the cluster in a process, by data rank."""
+        return [file_of(self._progress_path(member.name), rank) for rank in range(len(member.parts))]
+
     def look(self) -> None:
         """Read what the processes report, also those that are ready: an instance may have changed its role."""
         for member in self.members.values():
@@ -284,9 +294,9 @@ class Supervisor:
                 self._look_at_progress(member)
 
     def _look_at_progress(self, member: Member) -> None:
-        found = read_progress(self._progress_path(member.name))
-        if found != member.progress:
-            member.progress, member.progressed_s = found, time.monotonic()
+        found = tuple(map(read_progress, self._progress_paths(member)))
+        if found != member.parts or joined(found) != member.progress:
+            member.parts, member.progress, member.progressed_s = found, joined(found), time.monotonic()
         if member.progress.state in ("ready", DRAINED, TAKEN):
             member.was_ready = True
 
@@ -330,20 +340,22 @@ class Supervisor:
 
     def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
         self._look_at_progress(member)
-        member.last = member.progress
+        member.last = member.parts
         member.has_left = member.progress.state == DRAINED  # a follower that hung has another exit code
         member.lost_rank = member.progress.state == TAKEN
         child.kill_tree()
         member.child = None
         member.exit_code = code
         member.progress = Progress("dead", ports=member.progress.ports)  # a router keeps them
+        member.parts = (member.progress,) * len(member.parts)
         if member.has_left:
             self._on_event(f"{member.name} has left: it was drained, and is not started again")
             return
         self._was_clean = False
         reason = child.describe_end(code)
         if code == 0 and member.was_ready and not is_router(member.name):
-            reason = f"exit code 0 after a signal; `chitu drain {member.name}` keeps it out"
+            first = member.name.partition("-")[0]  # a group's is D0-D1
+            reason = f"exit code 0 after a signal; `chitu drain {first}` keeps it out"
         life_s = now_s - child.started_s
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s"
         if child.log is not None:

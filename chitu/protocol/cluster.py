@@ -446,6 +446,16 @@ class KVLayout(Wire, frozen=True):
         return ", ".join(f"{name}={self._text(name)}" for name in self.__struct_fields__)
 
 
+class GroupPlace(Wire, frozen=True):
+    """Place of an instance in a group of instances that live and die together."""
+
+    id: int
+    """Incarnation with which the process of data rank 0 was started."""
+    rank: int
+    """Data rank."""
+    size: int
+
+
 class InstanceInfo(Wire, frozen=True):
     """One member of the cluster view."""
 
@@ -501,6 +511,8 @@ class InstanceInfo(Wire, frozen=True):
     home: str = ""
     """Role and rank, as in `becomes`, that it was started with, if it has changed its role since. No other instance
     gets that place by a change of role: a process that is started again takes it."""
+    group: GroupPlace | None = None
+    """Its group, which it keeps when it changes its role; None: it is alone."""
 
     @property
     def name(self) -> str:
@@ -569,7 +581,8 @@ class LostInstance(Wire, frozen=True):
     incarnation: int
     reason: str
     has_died: bool
-    """Whether its process is known to have ended; False if it was only silent or left by itself."""
+    """Whether its process is known to have ended, or that of a member of its group, with which it ends; False if it was
+    only silent or left by itself."""
 
 
 class ClusterView(Wire, frozen=True, tag="cluster_view"):

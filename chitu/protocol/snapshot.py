@@ -38,6 +38,9 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     """Name under which it will join, if it changes its role."""
     home: str = ""
     """Name with which its process was started, if it has changed its role since."""
+    group: tuple[str, ...] = ()
+    """Names of the members of its group that are in the cluster, itself included, by data rank. Empty if it is in none,
+    or down."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):

@@ -192,14 +192,14 @@ class Attempts:
         way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit)
         count = 1 if len(generations) == 1 else max_choices(way.decode, request.num_tokens)
         together = generations[:count]
-        group = PromptGroup(new_room()) if len(together) > 1 else None
+        group, groups = PromptGroup(new_room()) if len(together) > 1 else None, self._members.groups_of(way)
         if group is not None:
             self.groups[group.room] = group
         for generation in together:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-            self._apply(generation, PairChosen(way, new_room(), token_ids, group=group))
+            self._apply(generation, PairChosen(way, new_room(), token_ids, group=group, groups=groups))
         if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
             for generation in together:
                 self._apply(generation, refused)
@@ -354,7 +354,8 @@ class Attempts:
             return NoPair(wanted.failure)
         prefill, decode = way.prefill, instance_key(way.decode)
         is_cut_off = prefill is not None and self._members.is_cut_off(instance_key(prefill), decode)
-        return PairChosen(way, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
+        groups = self._members.groups_of(way)
+        return PairChosen(way, new_room(), wanted.token_ids, wanted.failure, is_cut_off, groups=groups)
 
     def _on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
@@ -382,10 +383,10 @@ class Attempts:
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()
-        for key in failure.suspects:
-            member = self._members.get(key)
-            if member is not None and self._members.on_failure(member, now_s):
-                name, code = key.name, failure.error.code
+        here = [member for key in sorted(failure.suspects) if (member := self._members.get(key)) is not None]
+        for member in {id(member.breaker): member for member in here}.values():  # a group has one
+            if self._members.on_failure(member, now_s):
+                name, code = member.name, failure.error.code
                 logger.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                 self.counters.breaker_openings[name] += 1
 

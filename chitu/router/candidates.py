@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role, instance_name
+
+NO_GROUPS: Groups = MappingProxyType({})
 
 
 class InstanceKey(NamedTuple):
@@ -26,6 +30,25 @@ def instance_key(instance: InstanceInfo) -> InstanceKey:
     return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
 
 
+Groups = Mapping[InstanceKey, frozenset[InstanceKey]]
+"""For an instance of a group all members of the group. Instances that are alone are left out."""
+
+
+def with_groups(keys: Iterable[InstanceKey | None], groups: Groups) -> frozenset[InstanceKey]:
+    """Return these instances with all members of their groups. None is left out."""
+    return frozenset(each for key in keys if key is not None for each in groups.get(key, (key,)))
+
+
+def whole_groups(instances: Iterable[InstanceInfo]) -> list[InstanceInfo]:
+    """Return those that are in no group, or in one whose members are all among them and have one role: the members of a
+    group serve together or not at all."""
+    found = list(instances)
+    counts = Counter((each.group.id, each.role) for each in found if each.group is not None)
+    if not counts:
+        return found
+    return [each for each in found if each.group is None or counts[each.group.id, each.role] == each.group.size]
+
+
 class Way(NamedTuple):
     """How a request is served: by a pair, or with `prefill` None by a D or a unified instance alone."""
 
@@ -42,6 +65,8 @@ class Candidates:
     prefill: tuple[InstanceInfo, ...] = ()
     decode: tuple[InstanceInfo, ...] = ()
     unified: tuple[InstanceInfo, ...] = ()
+    partial: tuple[str, ...] = ()
+    """Names of those that wait for other members of their groups."""
 
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
@@ -50,15 +75,16 @@ class Candidates:
 
     @classmethod
     def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
-        """Return those of the instances that serve weights of this number; None: whatever they serve."""
-        usable = sorted(
-            (i for i in instances if not i.draining and weights in (None, i.weights.number)),
-            key=lambda i: i.engine_rank,
-        )
+        """Return those of the instances that serve weights of this number; None: whatever they serve. A group counts
+        once all its members do."""
+        able = [i for i in instances if not i.draining and weights in (None, i.weights.number)]
+        usable = sorted(whole_groups(able), key=lambda i: i.engine_rank)
+        names = {i.name for i in usable} if len(usable) < len(able) else set()
         return cls(
             tuple(i for i in usable if i.role is Role.PREFILL),
             tuple(i for i in usable if i.role is Role.DECODE),
             tuple(i for i in usable if i.role is Role.UNIFIED),
+            tuple(i.name for i in able if i.name not in names) if len(usable) < len(able) else (),
         )
 
     @property
@@ -85,4 +111,5 @@ class Candidates:
         if self.usable:
             return ""
         missing = [name for name, group in (("prefill", self.prefill), ("decode", self.decode)) if not group]
-        return f"no {' and no '.join(missing)} instance is ready"
+        partial = f"; other members of the group of {', '.join(self.partial)} are not here" if self.partial else ""
+        return f"no {' and no '.join(missing)} instance is ready{partial}"

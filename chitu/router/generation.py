@@ -20,7 +20,7 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
 from chitu.protocol.account import DraftCounts, RequestSnapshot, RequestState, Stages, attempt_stages
-from chitu.router.candidates import InstanceKey, Way
+from chitu.router.candidates import NO_GROUPS, Groups, InstanceKey, Way
 from chitu.router.costs import NO_SLO, SLO
 from chitu.router.retry import FailureHistory
 from chitu.types import room_text
@@ -165,6 +165,8 @@ class Attempt(Struct, eq=False):
     """What is prefilled, int32 LE: the prompt, then the output that earlier attempts emitted."""
     num_continued: int = 0
     """Output tokens of earlier attempts, at the end of `token_ids`."""
+    groups: Groups = NO_GROUPS
+    """Groups that P and D are in."""
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""

@@ -21,7 +21,7 @@ from chitu.config.schema import BreakerConfig, RouterConfig
 from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
-from chitu.router.candidates import Candidates, InstanceKey, instance_key
+from chitu.router.candidates import NO_GROUPS, Candidates, Groups, InstanceKey, Way, instance_key, whole_groups
 from chitu.router.loads import PRIOR, InstanceGroup, InstanceLoad
 
 BreakerState = Literal["closed", "open", "half_open"]
@@ -108,6 +108,7 @@ class ClusterMember:
     sender: LinkSender[Dispatched]
     """Sending end of the link with it."""
     breaker: Breaker
+    """One for all members of a group."""
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
     """Receiving end for its tokens."""
     reads: int = 0
@@ -141,6 +142,8 @@ class Members:
         """Return the record of an instance; None if it is gone."""
         self.by_link: dict[int, ClusterMember] = {}
         """The same by the id of their link in messages."""
+        self._groups: dict[int, dict[InstanceKey, ClusterMember]] = {}
+        """Members of each group, by its id."""
         self._open: dict[InstanceKey, ClusterMember] = {}
         """Those whose breaker is open or half-open."""
         self.num_cut_off = 0
@@ -167,12 +170,15 @@ class Members:
         if key in self._members:
             return
         link = 1 + secrets.randbelow((1 << 63) - 1)
-        self._members[key] = self.by_link[link] = ClusterMember(
+        others = self._groups.get(info.group.id, {}) if info.group is not None else {}
+        self._members[key] = self.by_link[link] = member = ClusterMember(
             InstanceLoad.of(info, self._slo, self._memory_s),
             self._outbox.open(info),
             LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
-            Breaker(self._breaker),
+            next((other.breaker for other in others.values()), Breaker(self._breaker)),
         )
+        if info.group is not None:
+            self._groups.setdefault(info.group.id, {})[key] = member
 
     def on_report(self, member: ClusterMember, report: LoadReport, now_s: float) -> None:
         """Apply a report of an instance."""
@@ -185,14 +191,27 @@ class Members:
             del self.by_link[member.sender.link]
             member.peer.close()
             self._open.pop(key, None)
+            if (group := member.info.group) is not None:
+                self._groups[group.id].pop(key)
+                if not self._groups[group.id]:
+                    del self._groups[group.id]
             self.num_cut_off -= bool(member.cut_off)
             self._has_lost = True
+
+    def groups_of(self, way: Way) -> Groups:
+        """Return the groups of the instances of a way."""
+        if way.decode.group is None and (way.prefill is None or way.prefill.group is None):
+            return NO_GROUPS
+        keys = [instance_key(info) for info in way[:2] if info is not None and info.group is not None]
+        members = [self._members[key] for key in keys if key in self._members]
+        return {member.key: frozenset(each.key for each in self._group_of(member)) for member in members}
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Remove all. Queued messages (cancellations) may still leave within `linger_ms`."""
         for member in self._members.values():
             member.peer.close(linger_ms)
         self._members.clear()
+        self._groups.clear()
         self.by_link.clear()
         self._has_lost = True
 
@@ -208,16 +227,18 @@ class Members:
             self._view, self._has_lost = None, False
             groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
             self.prefill, self.decode, self.unified = groups
-            self._candidates = Candidates(*(tuple(load.info for load in group.loads) for group in groups))
+            prefill, decode, unified = (tuple(load.info for load in group.loads) for group in groups)
+            self._candidates = Candidates(prefill, decode, unified, listed.partial)
         return self._candidates
 
     def _group(self, instances: Iterable[InstanceInfo]) -> InstanceGroup:
-        """Return a group of those that are members, which replaces all earlier ones that they are in."""
+        """Return a group of those that are members, which replaces all earlier ones that they are in. A group of which
+        a member is lost is left out at once."""
         loads = []
-        for info in instances:
-            if (member := self._members.get(instance_key(info))) is not None:
-                member.load.info = info
-                loads.append(member.load)
+        for info in whole_groups(info for info in instances if instance_key(info) in self._members):
+            load = self._members[instance_key(info)].load
+            load.info = info
+            loads.append(load)
         return InstanceGroup.of(loads).watch()
 
     # ------------------------------------------------------------------------------------------------------- health
@@ -226,14 +247,20 @@ class Members:
         """Count a failure that is this instance's fault. Return True if this opened its breaker (again)."""
         has_opened = member.breaker.on_failure(now_s)
         if has_opened:
-            self._open[member.key] = member
+            self._open |= {each.key: each for each in self._group_of(member)}
         return has_opened
 
     def on_success(self, member: ClusterMember) -> None:
         """Clear the failures of an instance that served a request to its end."""
         if member.breaker.failures:
             member.breaker.on_success()
-            self._open.pop(member.key, None)
+            for each in self._group_of(member):
+                self._open.pop(each.key, None)
+
+    def _group_of(self, member: ClusterMember) -> list[ClusterMember]:
+        """Return the members of its group, itself included."""
+        group = member.info.group
+        return [member] if group is None else list(self._groups[group.id].values())
 
     def blocked(self, now_s: float) -> frozenset[InstanceKey]:
         """Return the instances that get no request now, because their breakers are open."""

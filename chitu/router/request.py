@@ -32,7 +32,7 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish
 from chitu.protocol.account import RequestSnapshot, RequestState, total_drafts
-from chitu.router.candidates import InstanceKey, Way, instance_key
+from chitu.router.candidates import NO_GROUPS, Groups, InstanceKey, Way, instance_key, with_groups
 from chitu.router.generation import (
     GENERATION_AWAITS,
     GENERATION_TRANSITIONS,
@@ -62,6 +62,8 @@ class PairChosen(Event):
     is_cut_off: bool = False
     """D receives nothing from P."""
     group: PromptGroup | None = None
+    groups: Groups = NO_GROUPS
+    """Groups of the pair's instances."""
 
 
 class NoPair(Event):
@@ -262,6 +264,7 @@ class GenerationMachine:
             number=len(generation.ended) + 1,
             token_ids=event.token_ids,
             num_continued=generation.num_emitted,
+            groups=event.groups,
             group=event.group,
             is_group_leader=event.group is None or not event.group.attempts,
         )
@@ -317,7 +320,8 @@ class GenerationMachine:
             self._failed(generation, attempt, error, key, dead)
         elif attempt.prefill == key:
             lost = PrefillLost(f"{name} is gone ({event.reason})")
-            self._retry_or_keep(generation, attempt, _E.PREFILL_LOST, failure_of(lost, key, key, attempt.decode, dead))
+            failure = failure_of(lost, key, key, attempt.decode, dead, attempt.groups)
+            self._retry_or_keep(generation, attempt, _E.PREFILL_LOST, failure)
             if event.has_died:
                 self._enter(generation, _E.PREFILL_DIED)
 
@@ -339,7 +343,7 @@ class GenerationMachine:
         """End the attempt. Its request continues with another one, or ends with this error."""
         if not self._enter(generation, by):
             return
-        failure = failure_of(error, reporter, attempt.prefill, attempt.decode, dead)
+        failure = failure_of(error, reporter, attempt.prefill, attempt.decode, dead, attempt.groups)
         if failure.is_fault and attempt.is_group_leader:
             self._effects.append(Blame(failure))
         self._retry_or_finish(generation, attempt, failure)
@@ -360,7 +364,7 @@ class GenerationMachine:
             self._end(generation, attempt, "finished")
             return
         if failure.dead is not None:
-            record.add_death(failure.dead, (attempt.prefill, attempt.decode))
+            record.add_death(failure.dead, with_groups((attempt.prefill, attempt.decode), attempt.groups))
             if record.deaths >= MAX_DEATHS:
                 text = f"{record.deaths} instances died one after the other while they had this request"
                 text += f", {failure.dead.name} last: it is not sent to another"

@@ -37,7 +37,7 @@ from chitu.errors import (
     TransferTimeout,
     WeightsChanged,
 )
-from chitu.router.candidates import InstanceKey
+from chitu.router.candidates import NO_GROUPS, Groups, InstanceKey, with_groups
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, TransferStalled, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
@@ -99,11 +99,12 @@ class FailureHistory(msgspec.Struct):
     """Cut attempts in a row, without a token."""
     deaths: int = 0
     beside: frozenset[InstanceKey] = frozenset()
-    """Instances that had the request when one of them died."""
+    """Instances that had the request when one of them died, and the other members of their groups."""
 
     def add_death(self, dead: InstanceKey, pair: Iterable[InstanceKey | None]) -> None:
         """Record that an instance of the attempt's pair died. If both die together (they were killed, or a host was
-        lost), that is one accident, though the second death may be noticed only after the next attempt went there."""
+        lost), that is one accident, though the second death may be noticed only after the next attempt went there. So
+        is the death of a group: the pair comes with the other members of its groups."""
         if dead not in self.beside:
             self.deaths += 1
         self.beside |= {key for key in pair if key is not None}
@@ -126,9 +127,11 @@ def failure_of(
     prefill: InstanceKey | None,
     decode: InstanceKey,
     dead: InstanceKey | None = None,
+    groups: Groups = NO_GROUPS,
 ) -> Failure:
     """Return what an error means. `reporter` is one of the pair, or the instance that the router itself found at fault;
-    `prefill` is None if one unified instance did both halves."""
+    `prefill` is None if one unified instance did both halves. `groups`: those of the pair. A retry leaves the group of
+    a suspect, unless that has only too much to do."""
     suspects: set[InstanceKey]
     if isinstance(error, WeightsChanged):
         suspects = set()  # it serves again once it has changed
@@ -144,7 +147,7 @@ def failure_of(
         suspects = {decode if reporter == prefill else prefill}  # the reporter waited for the other one
     else:
         suspects = {reporter}
-    return Failure(error, frozenset(suspects), dead)
+    return Failure(error, with_groups(suspects, NO_GROUPS if isinstance(error, BUSY) else groups), dead)
 
 
 def may_retry(

@@ -19,7 +19,7 @@ from chitu.process.progress import ProgressWriter
 from chitu.types import Role
 
 if TYPE_CHECKING:
-    from chitu.engine.tp_executor import RankGroup
+    from chitu.engine.rank_groups import RankGroup
     from chitu.engine.weights import RankWeights
 
 
@@ -28,6 +28,8 @@ class BuiltRank(Protocol):
 
     @property
     def group(self) -> RankGroup | None: ...
+    @property
+    def members(self) -> RankGroup | None: ...
     @property
     def pool(self) -> RankPool: ...
     @property

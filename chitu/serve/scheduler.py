@@ -68,6 +68,7 @@ from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, place_text
 
 if TYPE_CHECKING:
+    from chitu.instance.member_group import MemberGroup
     from chitu.instance.ranks import RankHello
 
 logger = logging.getLogger(__name__)
@@ -84,15 +85,15 @@ def main(argv: Sequence[str] | None = None, factories: Factories = Factories()) 
     try:
         topology = _load(arguments.config, arguments.overrides, role, arguments.rank)
         check(topology, pd_master_addr())
-        found = find_instance(topology, role, arguments.rank)
+        found, tp_rank = _member(topology, role, arguments.rank)
         instance = replace(found, config=on_visible_devices(found.config, shown_devices()))
-        tp_rank = torchrun_rank().rank
+        name = instance.name
         setup_logging(
             f"{name}.{tp_rank}" if tp_rank else name, topology.log.level, topology.log.modules, topology.log.format
         )
         warn_without_key(topology)
         sys.setswitchinterval(SWITCH_S)
-        return _serve(topology, instance, factories, arguments.if_free)
+        return _serve(topology, instance, tp_rank, factories, arguments.if_free)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -119,26 +120,35 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance, factories: Factories, yields: bool) -> int:
-    ranks = torchrun_rank()
-    if ranks.world_size != instance.config.tp_size:
+def _member(topology: Topology, role: Role, engine_rank: int) -> tuple[Instance, int]:
+    """Return the instance that this process is a rank of, and the TP rank. `engine_rank`: of the instance, or of the
+    first one of its group. Raises ConfigError unless torchrun started as many ranks as there are."""
+    first, ranks = find_instance(topology, role, engine_rank), torchrun_rank()
+    config = first.config
+    if ranks.world_size != config.num_devices:
+        of_group = f" and dp_size {config.dp_size}" if config.dp_size > 1 else ""
         raise ConfigError(
-            f"{instance.key}.tp_size is {instance.config.tp_size}, but torchrun started {ranks.world_size} ranks: give "
-            f"--nproc-per-node={instance.config.tp_size}"
+            f"{first.key}.tp_size is {config.tp_size}{of_group}, but torchrun started {ranks.world_size} ranks: give "
+            f"--nproc-per-node={config.num_devices}"
         )
-    if ranks.rank != MAIN_RANK:
+    if first.data_rank:
+        raise ConfigError(f"{first.name} is member {first.data_rank} of a group: give the --rank of its first member")
+    data_rank, tp_rank = divmod(ranks.rank, config.tp_size)
+    return find_instance(topology, role, engine_rank + data_rank), tp_rank
+
+
+def _serve(topology: Topology, instance: Instance, tp_rank: int, factories: Factories, yields: bool) -> int:
+    if tp_rank != MAIN_RANK:
         from chitu.instance.ranks import follow
 
-        return follow(topology, instance, ranks.rank, factories.open_transports)
-    progress = ProgressWriter()
+        return follow(topology, instance, tp_rank, factories.open_transports)
+    progress = ProgressWriter(data_rank=instance.data_rank)
     incarnation = new_incarnation()
     secrets = derive(cluster_key_of(topology))
-    base_port = topology.dp_config.scheduler_base_port
-    port = instance.config.port if base_port is None else base_port
     try:
         comm = CommLoop(
             inside_address(instance.config.host),  # several hosts: see docs/security.md
-            port,
+            instance.config.port,
             [
                 RouterAddress(
                     host,
@@ -219,10 +229,23 @@ def _build(
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
     )
+    group = _meet_members(rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
+    if group is not None:
+        info = msgspec.structs.replace(info, group=group.place)
     followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
-    return PDSchedulerService(_settings(topology, instance), info, comm, engine, waker, compositions.build)
+    settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
+    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end)
+
+
+def _meet_members(rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:
+    """Return the group of this instance; None if it is alone."""
+    if rank.members is None:
+        return None
+    from chitu.instance.member_group import MemberGroup
+
+    return MemberGroup(rank.members, incarnation)
 
 
 def _join_followers(

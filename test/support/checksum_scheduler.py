@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from support.executors import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
@@ -37,6 +38,9 @@ from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
 from chitu.serve.scheduler import main
+
+if TYPE_CHECKING:
+    from chitu.engine.rank_groups import RankGroup
 
 ENTRIES = Entries(scheduler="support.checksum_scheduler", torchrun=False)
 """Entries of the checksum engine for `LocalCluster`."""
@@ -75,6 +79,7 @@ class ChecksumRank:
 
     pool: ChecksumPool
     runner: ChecksumExecutor
+    members: RankGroup | None = None
     group: None = None
     grammars: None = None
     weights: None = None
@@ -107,7 +112,18 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     pace = Pace(config.step_s, config.prompt_token_s)
-    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))
+    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)), _members(instance))
+
+
+def _members(instance: Instance) -> RankGroup | None:
+    """Return the group's members, which meet as those of a real engine do."""
+    if instance.config.dp_size == 1:
+        return None
+    import torch
+
+    from chitu.engine.rank_groups import groups_of_rank
+
+    return groups_of_rank(instance.config.dp_size, 1, instance.data_rank, 0, torch.device("cpu")).members
 
 
 def hold_in(folder: str) -> Callable[[str], None]:

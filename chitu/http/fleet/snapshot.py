@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +58,8 @@ class _Seats(NamedTuple):
     transport: str
     rows: list[tuple[tuple[Role, int], str, InstanceInfo | None]]
     """Role and rank, configured host, and the member: of the topology and those that joined beyond it, in order."""
+    groups: dict[int, tuple[str, ...]]
+    """Names of the members of each group, by its id."""
 
 
 class SnapshotSource:
@@ -181,11 +183,12 @@ class SnapshotSource:
         return tuple(self._instances())
 
     def _instances(self) -> Iterator[InstanceSnapshot]:
-        loads = self._cluster.loads()
-        for key, host, info in self._seats().rows:
+        loads, seats = self._cluster.loads(), self._seats()
+        for key, host, info in seats.rows:
             load, made = loads.get(key), self._made.get(key)
             if made is None or made[0] is not info or made[1] is not load:
-                made = self._made[key] = info, load, _instance(key, host, info, load)
+                group = seats.groups[info.group.id] if info is not None and info.group is not None else ()
+                made = self._made[key] = info, load, _instance(key, host, info, load, group)
             yield made[2]
 
     def _seats(self) -> _Seats:
@@ -198,7 +201,8 @@ class SnapshotSource:
             order = {role: position for position, role in enumerate(Role)}
             keys = sorted((hosts.keys() - moved) | members.keys(), key=lambda key: (order[key[0]], key[1]))
             rows = [(key, hosts.get(key, ""), members.get(key)) for key in keys]
-            self._known_seats, self._made = _Seats(view, transport_in_use(self._topology, view), rows), {}
+            transport = transport_in_use(self._topology, view)
+            self._known_seats, self._made = _Seats(view, transport, rows, _groups(view)), {}
         return self._known_seats
 
 
@@ -227,14 +231,22 @@ def _requests(record: RouterRecord, tenant: str | None) -> tuple[RequestSnapshot
     return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])
 
 
-def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load: LoadReport | None) -> InstanceSnapshot:
+def _groups(view: ClusterView) -> dict[int, tuple[str, ...]]:
+    """Return the names of the members of each group, by its id."""
+    places = sorted((i.group.id, i.group.rank, i.name) for i in view.instances if i.group is not None)
+    return {group: tuple(name for _, _, name in found) for group, found in groupby(places, key=lambda place: place[0])}
+
+
+def _instance(
+    key: tuple[Role, int], host: str, info: InstanceInfo | None, load: LoadReport | None, group: tuple[str, ...]
+) -> InstanceSnapshot:
     name, role = instance_name(*key), str(key[0])
     if info is None:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
     status: InstanceStatus = "draining" if info.draining else "up"
     becomes, home = (instance_name(*place_of(text)) if text else "" for text in (info.becomes, info.home))
     return InstanceSnapshot(
-        name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout, becomes, home
+        name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout, becomes, home, group
     )
 
 

@@ -1,0 +1,171 @@
+"""The process groups of a torchrun (torch.distributed): which ranks compute together, and how they talk.
+
+Rank r of a torchrun is TP rank r % `tp_size` of data rank r // `tp_size`. The ranks of one data rank are an instance:
+they share a model, and one of them, the main rank, orders the steps. Ranks of equal TP rank stand at the same place in
+the members of a group. A *control* group is gloo everywhere: its ranks may start at very different times, and a
+follower waits in it for as long as its instance is idle, so it has practically no timeout. A rank that dies closes its
+sockets, which ends every wait at once. A *compute* group has the sums and gathers inside a step, NCCL between GPUs and
+gloo on CPU; there no rank waits longer than `COMPUTE_TIMEOUT`. All ranks are processes of one host, and gloo is bound
+to its loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from chitu.config.tensor_parallel import MAIN_RANK
+
+COMPUTE_TIMEOUT = timedelta(seconds=60)
+"""Timeout of a collective, from the first to the last rank that reaches it."""
+CONTROL_TIMEOUT = timedelta(days=365)
+FRAME_BYTES = 4096
+"""Size of a broadcast. Data that does not fit follows in a second one."""
+LENGTH_BYTES = 8
+
+
+class RankGroup:
+    """A `Shard`. Its calls are collective: every rank makes the same calls in the same order.
+
+    `groups_of_rank` makes it. `compute`: None if the ranks have no sums and gathers.
+    """
+
+    def __init__(
+        self, rank: int, size: int, control: dist.ProcessGroup, compute: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._control = control
+        self._compute = compute
+        self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == MAIN_RANK
+
+    # ----------------------------------------------------------------------------------------------------- in a step
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._compute)
+        return x
+
+    def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        widest = max(widths)
+        if x_RC.shape[1] < widest:  # a gather needs the same shape from every rank
+            x_RC = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[1]))
+        x_RC = x_RC.contiguous()
+        if not self.is_main:
+            dist.gather(x_RC, group=self._compute, group_dst=MAIN_RANK)
+            return None
+        parts = [torch.empty_like(x_RC) for _ in widths]
+        dist.gather(x_RC, parts, group=self._compute, group_dst=MAIN_RANK)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    # ------------------------------------------------------------------------------------------------------- control
+
+    def send(self, data: bytes) -> None:
+        """Send `data` of any length from the main rank to the `receive` of every other. One message up to 4 KiB."""
+        frame = self._frame.numpy()
+        frame[:LENGTH_BYTES] = bytearray(len(data).to_bytes(LENGTH_BYTES, "little"))
+        head = data[: FRAME_BYTES - LENGTH_BYTES]
+        frame[LENGTH_BYTES : LENGTH_BYTES + len(head)] = bytearray(head)
+        self._broadcast(self._frame)
+        if len(head) < len(data):
+            rest = torch.frombuffer(bytearray(data[len(head) :]), dtype=torch.uint8)
+            self._broadcast(rest)
+
+    def receive(self) -> bytes:
+        """Return the data of the main rank's next `send`. Waits without a timeout. RuntimeError if a rank has died."""
+        self._broadcast(self._frame)
+        frame = self._frame.numpy()
+        length = int.from_bytes(frame[:LENGTH_BYTES].tobytes(), "little")
+        head = frame[LENGTH_BYTES : min(FRAME_BYTES, LENGTH_BYTES + length)].tobytes()
+        if len(head) == length:
+            return head
+        rest = torch.empty(length - len(head), dtype=torch.uint8)
+        self._broadcast(rest)
+        return head + rest.numpy().tobytes()
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """Return the `data` of every rank, by rank. For start-up: it takes two rounds."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._control)
+        return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest `value` of all ranks."""
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._control)
+        return int(found)
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        self.smallest(0)
+
+    def begin_barrier(self) -> Callable[[], bool]:
+        """Begin a barrier without waiting. Return what tells whether every rank has begun it. That raises RuntimeError
+        if a rank has died before."""
+        passed = torch.zeros(1, dtype=torch.int64)
+        work = dist.all_reduce(passed, group=self._control, async_op=True)
+
+        def is_over() -> bool:
+            if not work.is_completed():
+                return False
+            work.wait()
+            return True
+
+        return is_over
+
+    def _broadcast(self, frame: torch.Tensor) -> None:
+        dist.broadcast(frame, group=self._control, group_src=MAIN_RANK)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class RankGroups(NamedTuple):
+    """The groups that a rank is in."""
+
+    tp: RankGroup | None
+    """The ranks of its instance; None if there is only one."""
+    members: RankGroup | None
+    """The ranks of equal TP rank in all members of its group, by data rank; None if it has no other member. They have
+    no compute group: the members share no computation."""
+
+
+def groups_of_rank(dp_size: int, tp_size: int, data_rank: int, tp_rank: int, device: torch.device) -> RankGroups:
+    """Make the groups of a rank. Collective: every rank of the torchrun, whose environment variables hold the
+    rendezvous address, calls it once."""
+    size = dp_size * tp_size
+    if size == 1:
+        return RankGroups(None, None)
+    # Otherwise gloo listens on the interface of the host's name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", rank=data_rank * tp_size + tp_rank, world_size=size, timeout=CONTROL_TIMEOUT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    instances = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
+    places = [list(range(first, size, tp_size)) for first in range(tp_size)]
+    tp = members = None
+    if tp_size > 1:
+        control = _own(instances, data_rank, "gloo", CONTROL_TIMEOUT)
+        tp = RankGroup(tp_rank, tp_size, control, _own(instances, data_rank, backend, COMPUTE_TIMEOUT))
+    if dp_size > 1:
+        members = RankGroup(data_rank, dp_size, _own(places, tp_rank, "gloo", CONTROL_TIMEOUT))
+    return RankGroups(tp, members)
+
+
+def _own(groups: Sequence[list[int]], own: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make all of these groups, as every rank has to, and return this rank's own."""
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in groups]
+    return made[own]
