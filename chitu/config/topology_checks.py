@@ -186,8 +186,6 @@ def _device_problems(topology: Topology) -> Iterator[str]:
 def _speculation_problems(topology: Topology) -> Iterator[str]:
     """Check that the layer that drafts is computed where it can be."""
     for instance in instances(topology) if topology.scheduler.speculation == "mtp" else ():
-        if instance.config.tp_size > 1:
-            yield f"scheduler.speculation is mtp, which is not supported with {instance.key}.tp_size above 1"
         if any(is_gpu(device) for device in instance.config.devices):
             yield f"scheduler.speculation is mtp, which is not supported on GPUs, and {instance.key} has one"
 

@@ -21,6 +21,7 @@ from chitu.engine.executor import (
     CopyPage,
     CopyState,
     ExecutorInfo,
+    FirstToken,
     KeepState,
     LayerCallback,
     PrefillChunk,
@@ -33,6 +34,7 @@ from chitu.engine.executor import (
 from chitu.engine.mtp import MtpDrafts
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
+from chitu.engine.shared_draws import share_draws
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import (
     ROWS_AT_ONCE,
@@ -112,8 +114,8 @@ class ModelRunner:
             self._graphs = StepGraphs(model, self._slots, pool, recording)
         self._mtp: MtpDrafts | None = None
         if spec.has_draft_layer:
-            if recording is not None or not isinstance(model, DecoderModel) or model.shard is not None:
-                raise Internal("a layer that drafts is computed on one rank, without recorded steps")
+            if recording is not None or not isinstance(model, DecoderModel):
+                raise Internal("a layer that drafts is computed without recorded steps")
             self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype)
         self._forwarded: tuple[torch.Tensor, Batch] | None = None
         """Hidden states and rows of the step that is being launched, for drafts by the model."""
@@ -176,7 +178,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
-            guesses = self._guess(self._mtp, plan, slots, on_layer) if self._mtp is not None else None
+            guesses = self._guess(self._mtp, plan, slots, tokens_N, on_layer) if self._mtp is not None else None
             if self._sampler is not None:
                 self._failures.update(self._sampler.take_failures())
             found = self._prompt_lines, self._failures, self._checks, guesses
@@ -210,10 +212,13 @@ class ModelRunner:
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
         if slots:
-            self._slots.append_tokens(slots, upload(tokens, self._device).clamp_(min=0))
-            for slot, count in Counter(slots).items():
-                if count > 1:
-                    self._slots.settle(slot, count - 1)
+            self._append_drawn(slots, upload(tokens, self._device))
+
+    def _append_drawn(self, slots: Sequence[int], tokens_N: torch.Tensor) -> None:
+        self._slots.append_tokens(slots, tokens_N.clamp(min=0))
+        for slot, count in Counter(slots).items():
+            if count > 1:
+                self._slots.settle(slot, count - 1)
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
@@ -249,7 +254,7 @@ class ModelRunner:
 
         slots: list[int] = []
         tokens: list[torch.Tensor] = []
-        if plan.first_tokens:
+        if plan.first_tokens and self._model.is_main:
             first_slots = [first.slot for first in plan.first_tokens]
             logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
             tokens.append(self._sample(logits, first_slots, 0).tokens_N)
@@ -265,23 +270,41 @@ class ModelRunner:
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
     def _guess(
-        self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None
+        self,
+        mtp: MtpDrafts,
+        plan: StepPlan,
+        drawn: Sequence[int],
+        tokens_N: torch.Tensor | None,
+        on_layer: LayerCallback | None,
     ) -> Guesses | None:
-        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows."""
+        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows. `drawn`,
+        `tokens_N`: of the main rank."""
         model, forward = self._model, self._forwarded
         assert isinstance(model, DecoderModel)
         self._forwarded = None
+        if model.shard is not None:
+            shared = share_draws(model.shard, plan, self._device, drawn, tokens_N)
+            drawn = shared.slots if shared is not None else []
+            if shared is not None and not model.is_main:
+                self._append_drawn(*shared)
         if plan.first_tokens:
-            aux_slots = upload([first.aux_slot for first in plan.first_tokens], self._device)
-            mtp.take_hidden([first.slot for first in plan.first_tokens], self._pool.aux_hidden[aux_slots])
+            mtp.take_hidden([first.slot for first in plan.first_tokens], self._hidden_of(model, plan.first_tokens))
         if forward is not None:
             forward = model.normed(forward[0]).clone(), forward[1]
             for chunk, span in zip(plan.prefill, forward[1].spans, strict=True):
-                if chunk.aux_slot >= 0:
+                if chunk.aux_slot >= 0 and model.is_main:
                     self._pool.aux_hidden[chunk.aux_slot] = forward[0][span.row + span.length - 1]
         waiting = {first.slot for first in plan.first_tokens if not first.has_kv}
         callback = self._with_event(on_layer) if plan.prefill else None
         return mtp.compute(model, self._pool, forward, drawn, waiting, callback)
+
+    def _hidden_of(self, model: DecoderModel, first_tokens: Sequence[FirstToken]) -> torch.Tensor:
+        """Return the hidden states `[R, D]` of aux rows, float32. The main rank has these rows, and all get them."""
+        if model.is_main:
+            hidden_RD = self._pool.aux_hidden[upload([first.aux_slot for first in first_tokens], self._device)]
+        else:
+            hidden_RD = torch.zeros(len(first_tokens), model.hidden_size, device=self._device)
+        return hidden_RD if model.shard is None else model.shard.all_reduce(hidden_RD)
 
     def _require_possible(self, plan: StepPlan) -> None:
         """Raise Internal for drafts that this model cannot take."""

@@ -160,4 +160,4 @@ class MtpDrafts:
             return None
         newest = [batch.decode_row + row for row in rows.newest.values()]
         logits_RV = model.draft_logits(hidden_TD[upload(newest, self._device)])
-        return Guesses(list(rows.newest), logits_RV.argmax(-1))
+        return Guesses(list(rows.newest), logits_RV.argmax(-1)) if logits_RV is not None else None

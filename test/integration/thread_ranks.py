@@ -22,6 +22,7 @@ from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
 
 
@@ -86,11 +87,12 @@ class Ranks:
         sampler: Sampler | None = None,
         adapters: Mapping[str, str] = MappingProxyType({}),
         window_state: bool = False,
+        drafts: bool = False,
     ) -> None:
-        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`: as of
-        `Engine`."""
+        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`,
+        `drafts`: as of `Engine`."""
         self._window_state = window_state
-        self.spec = with_window_state(read_model_spec(path, 1024), window_state)
+        self.spec = with_draft_layer(with_window_state(read_model_spec(path, 1024), window_state), drafts)
         self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
@@ -114,6 +116,7 @@ class Ranks:
             shard=rank,
             adapters=self._adapters,
             window_state=self._window_state,
+            drafts=self.spec.has_draft_layer,
         )
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
