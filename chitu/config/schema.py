@@ -135,8 +135,8 @@ class SchedulerConfig(Section, frozen=True):
     """Speculative decoding: draft tokens are computed ahead in the step of a request and kept where they are the tokens
     that are drawn anyway, so no answer changes. `text`: drafts are what followed the newest tokens earlier in the
     prompt or the answer (prompt lookup), or a request's `prediction`; as many as pay by measured prices. `mtp`: a
-    layer of the model guesses a token, too (multi-token prediction, of checkpoints in the form of DeepSeek-V3; on
-    CPUs). `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft nothing."""
+    layer of the model guesses a token, too (multi-token prediction, of checkpoints in the form of DeepSeek-V3).
+    `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft nothing."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=15)] = 12
     """Maximum tokens of a draft."""
     threads: Parallel | None = None

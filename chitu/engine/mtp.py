@@ -23,10 +23,23 @@ from chitu.engine.batch import SlotTable, upload
 from chitu.engine.step_tokens import Guesses
 from chitu.models.layers import DecoderModel
 from chitu.models.model import KVViews
-from chitu.ops.interface import Batch, Span
+from chitu.ops.interface import Span
 
 FIRST_POSITION = 1
 """Position of the first entry: no hidden state is before position 0."""
+
+
+class Forwarded(NamedTuple):
+    """What a step has computed of the model."""
+
+    hidden_TD: torch.Tensor
+    """Hidden states behind the final norm: of the rows of spans, then of rows that decode."""
+    spans: Sequence[Span]
+    decode_slots: Sequence[int]
+
+    @property
+    def decode_row(self) -> int:
+        return self.hidden_TD.shape[0] - len(self.decode_slots)
 
 
 class _ComputedRows(NamedTuple):
@@ -81,23 +94,23 @@ class MtpDrafts:
         self,
         model: DecoderModel,
         cache: KVViews,
-        forward: tuple[torch.Tensor, Batch] | None,
+        forward: Forwarded | None,
         drawn: Sequence[int],
         waiting: Collection[int],
         on_layer: Callable[[int], None] | None,
     ) -> Guesses | None:
         """Compute the entries that a step makes possible, and return the guesses behind the newest tokens.
 
-        `forward`: hidden states `[T, D]` behind the final norm, and their batch; None if the step has none. `drawn`:
-        slots of the tokens that the step drew, which are appended. `waiting`: those of them whose KV is not here yet.
+        `forward`: None if the step has none. `drawn`: slots of the tokens that the step drew, which are appended.
+        `waiting`: those of them whose KV is not here yet.
         """
         counts = Counter(drawn)
-        spans: tuple[Span, ...] = ()
+        spans: Sequence[Span] = ()
         runs: dict[int, _ComputedRows] = {}
         states_SD, num_rows = self._hidden_SD, 0
         if forward is not None:
-            spans, runs = forward[1].spans, self._runs(forward[1], counts)
-            states_SD, num_rows = torch.cat([forward[0], self._hidden_SD]), forward[0].shape[0]
+            spans, runs, num_rows = forward.spans, self._runs(forward, counts), forward.hidden_TD.shape[0]
+            states_SD = torch.cat([forward.hidden_TD, self._hidden_SD])
         rows = _NewEntries()
         for slot in counts:
             if slot not in waiting:
@@ -111,9 +124,17 @@ class MtpDrafts:
             self._known.update({slot: run.end - 1 for slot, run in runs.items()})
         return guesses
 
-    def _runs(self, batch: Batch, counts: Mapping[int, int]) -> dict[int, _ComputedRows]:
-        runs = {span.slot: _ComputedRows(span.row, span.start, span.length, True) for span in batch.spans}
-        for row, slot in enumerate(batch.decode_slots, batch.decode_row):
+    def warm_up(self, model: DecoderModel, cache: KVViews, sizes: Sequence[int]) -> None:
+        """Compute so many rows of nobody, of the scratch slot, so that no request waits for a kernel to be compiled."""
+        for size in sizes:
+            scratch, hidden_TD = [self._table.scratch_slot] * size, self._hidden_SD[-1:].expand(size, -1)
+            batch, token_ids_T = self._table.batch_of((), scratch, [0] * size, FIRST_POSITION)
+            is_hole_T = torch.ones(size, dtype=torch.bool, device=self._device)
+            model.draft_logits(model.draft(token_ids_T, hidden_TD, is_hole_T, batch, cache))
+
+    def _runs(self, forward: Forwarded, counts: Mapping[int, int]) -> dict[int, _ComputedRows]:
+        runs = {span.slot: _ComputedRows(span.row, span.start, span.length, True) for span in forward.spans}
+        for row, slot in enumerate(forward.decode_slots, forward.decode_row):
             if slot not in runs:
                 runs[slot] = _ComputedRows(row, self._table[slot].num_tokens - 1 - counts[slot], counts[slot], False)
         return runs

@@ -12,12 +12,16 @@ from support.requests import unified_request
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import Fork, SamplingParams, pack_i32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 60
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 9, 17]
+DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
+"""As of test_step_graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,31 @@ def test_choices_of_a_prompt_draft_by_its_hidden_state(predictable, length):
     instance.run()
     assert [instance.tokens[number] for number in (0, 1)] == [answer_to(prompt, NUM_TOKENS)] * 2
     assert instance.num_decodes == 30
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_behind_recorded_decodes_steps_are_those_of_the_construction(predictable, overlap):
+    """The hidden states are the recording's, of the rows of drafts, too."""
+    instance = Instance(predictable(None), ops=TorchOps(), recording=DECODES, overlap=overlap)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer_to(PROMPT, NUM_TOKENS)]
+    assert instance.num_decodes == 30
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recorded_decodes_of_several_requests_draft_what_others_do(random_model, overlap):
+    """Prompts beside decodes are a forward of their own then. Guesses are compared for a request alone."""
+    lengths = (3, 40, 16, 30)
+    requests = [(make_prompt(length), GREEDY) for length in lengths]
+    without = Instance(random_model, drafts=False).serve(requests)
+    instances = [
+        Instance(random_model, ops=TorchOps(), recording=recording, overlap=overlap) for recording in (None, DECODES)
+    ]
+    for instance in instances:
+        assert instance.serve(requests) == without
+        instance.guesses.clear()
+        instance.num_drawn = 0
+        assert instance.serve(requests[1:2]) == without[1:2]
+    assert instances[0].guesses == instances[1].guesses and len(instances[0].guesses) > 20
 
 
 class RaisesOnce(Sampler):
