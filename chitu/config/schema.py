@@ -139,6 +139,8 @@ class SchedulerConfig(Section, frozen=True):
     `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft nothing."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=15)] = 12
     """Maximum tokens of a draft."""
+    mtp_tokens: Annotated[int, Meta(ge=1, le=15)] = 1
+    """With `speculation: mtp`, tokens that the layer drafts in a row: beyond the first it goes on from its own."""
     threads: Parallel | None = None
     """CPU threads of an instance's computation; unset: the usable cores divided by the instances of the host."""
 

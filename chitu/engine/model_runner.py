@@ -74,6 +74,7 @@ class ModelRunner:
     `max_model_len`: tokens (prompt plus output) that a slot can hold; at most as many as the model was loaded for.
     `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
     page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
+    `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ModelRunner:
         sampler: Sampler | None,
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
+        mtp_tokens: int = 1,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -116,7 +118,7 @@ class ModelRunner:
         if spec.has_draft_layer:
             if not isinstance(model, DecoderModel):
                 raise Internal("a layer that drafts is computed by our own code only")
-            self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype)
+            self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype, mtp_tokens)
         self._forwarded: list[Forwarded] = []
         """Forwards of the step that is being launched, before the final norm, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
@@ -145,7 +147,7 @@ class ModelRunner:
             spec.eos_token_ids,
             pool.layout.adapters,
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
-            guesses=spec.has_draft_layer,
+            guesses=mtp_tokens if spec.has_draft_layer else 0,
         )
 
     @property

@@ -8,6 +8,9 @@ So all positions below `kv_len` have entries between steps, and whatever keeps o
 The hidden state of the newest computed position is kept by slot, as the next entry needs it; to D it travels in the aux
 row. Where it is missing (behind a cached prefix, after a retraction, in a repeated step) the entry is a hole: that of
 an input of zeros, never what was in the page before. A hole costs acceptance, never a token.
+
+For further tokens the layer is used again on its own: on the token that it drafted, and its own result as the hidden
+state before that. What it writes there is garbage once other tokens are drawn, and they overwrite it as theirs.
 """
 
 from __future__ import annotations
@@ -69,8 +72,11 @@ class _NewEntries:
 
 
 class MtpDrafts:
-    def __init__(self, table: SlotTable, hidden_size: int, dtype: torch.dtype) -> None:
+    """`most`: tokens that the layer drafts in a row."""
+
+    def __init__(self, table: SlotTable, hidden_size: int, dtype: torch.dtype, most: int = 1) -> None:
         self._table = table
+        self._most = most
         self._device = table.device
         self._hidden_SD = torch.zeros(table.num_slots + 1, hidden_size, dtype=dtype, device=table.device)
         """Hidden states that are kept, by slot. The row behind them stays zero: there is none."""
@@ -143,7 +149,7 @@ class MtpDrafts:
         """Add the rows of a slot that has drawn, up to its newest token, as far as it has pages."""
         sequence = self._table[slot]
         first = run.end if run is not None and run.is_chunk else self._num_entries[slot]
-        end = min(sequence.num_tokens, sequence.num_pages * self._table.page_size, self._table.max_model_len)
+        end = min(sequence.num_tokens, self._room_of(slot))
         for position in range(first, end):
             rows.slots.append(slot)
             rows.positions.append(position)
@@ -151,6 +157,10 @@ class MtpDrafts:
         if first < end == sequence.num_tokens:
             rows.newest[slot] = len(rows.slots) - 1
         self._num_entries[slot] = max(first, end)
+
+    def _room_of(self, slot: int) -> int:
+        """Return the number of positions that a slot has pages for."""
+        return min(self._table[slot].num_pages * self._table.page_size, self._table.max_model_len)
 
     def _source(self, slot: int, position: int, run: _ComputedRows | None, num_rows: int) -> int:
         """Return the place of the hidden state of a position."""
@@ -180,5 +190,35 @@ class MtpDrafts:
         if not rows.newest:
             return None
         newest = [batch.decode_row + row for row in rows.newest.values()]
-        logits_RV = model.draft_logits(hidden_TD[upload(newest, self._device)])
-        return Guesses(list(rows.newest), logits_RV.argmax(-1)) if logits_RV is not None else None
+        return self._in_a_row(model, cache, list(rows.newest), hidden_TD[upload(newest, self._device)])
+
+    def _in_a_row(
+        self, model: DecoderModel, cache: KVViews, slots: list[int], hidden_RD: torch.Tensor
+    ) -> Guesses | None:
+        """Return what the layer drafts behind the newest tokens of these slots, with its results `hidden_RD` there."""
+        of_tokens, tokens = list(slots), [self._drafted(model, hidden_RD)]
+        for depth in range(self._most - 1):
+            positions = [self._table[slot].num_tokens + depth for slot in slots]
+            kept = [row for row, slot in enumerate(slots) if positions[row] < self._room_of(slot)]
+            if not kept:
+                break
+            slots, positions = [slots[row] for row in kept], [positions[row] for row in kept]
+            kept_R, where = upload(kept, self._device), upload([slots, positions], self._device)
+            self._table.token_ids[where[0], where[1]] = tokens[-1][kept_R]
+            batch, token_ids_R = self._table.batch_of((), slots, positions, FIRST_POSITION)
+            before_RD, no_hole_R = (
+                model.draft_normed(hidden_RD[kept_R]).clone(),
+                torch.zeros_like(kept_R, dtype=torch.bool),
+            )
+            hidden_RD = model.draft(token_ids_R, before_RD, no_hole_R, batch, cache)
+            of_tokens += slots
+            tokens.append(self._drafted(model, hidden_RD))
+        return Guesses(of_tokens, torch.cat(tokens)) if model.is_main else None
+
+    def _drafted(self, model: DecoderModel, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of rows, int64 `[R]`; on followers only if the layer goes on from there."""
+        logits_RV = model.draft_logits(hidden_RD)
+        tokens_R = torch.zeros(hidden_RD.shape[0], dtype=torch.int64, device=self._device)
+        if logits_RV is not None:
+            tokens_R = logits_RV.argmax(-1)
+        return tokens_R if model.shard is None or self._most == 1 else model.shard.all_reduce(tokens_R)

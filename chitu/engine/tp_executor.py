@@ -190,7 +190,7 @@ class TensorParallelExecutor:
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         if plan.first_tokens and not {first.slot for first in plan.first_tokens}.isdisjoint(plan.decode):
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
-        drafts, last = self.info.guesses, self._last
+        drafts, last = self.info.guesses > 0, self._last
         self._group.send(_encoder.encode(StepOrder(last.slots, last.tokens, for_followers(plan, drafts))))
         result = self._runner.execute(plan, on_layer)
         if not drafts:

@@ -281,6 +281,11 @@ class DecoderModel:
         x_TD, _ = self._compute(draft_layer.layer, len(self.layers), ops, x_TD, batch, cache, on_layer, None)
         return x_TD
 
+    def draft_normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return rows of `draft`'s result as hidden states for its next call, as `normed` does."""
+        assert self.draft_layer is not None
+        return self.ops.rms_norm(hidden_RD, self.draft_layer.final_norm_D, self.eps)
+
     def draft_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return logits of chosen rows of `draft`'s result, as `logits` does."""
         assert self.draft_layer is not None

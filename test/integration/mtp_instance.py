@@ -44,13 +44,14 @@ class Instance:
     sampler: type[Sampler] = Sampler
     num_ranks: int = 1
     """Tensor-parallel ranks; `close` ends those."""
+    mtp_tokens: int = 1
     ops: Ops | None = None
     recording: Recording | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     plans: list = field(default_factory=list)
     num_drawn: int = 0
     guesses: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens drawn until then, and what the model drafts; for a single request."""
+    """Tokens drawn until then, and the first that the model drafts; for a single request."""
 
     def __post_init__(self) -> None:
         runner, pool = self._load()
@@ -61,7 +62,7 @@ class Instance:
             self.plans.append(plan)
             step = launch(plan, on_layer)
             self.num_drawn += len(step.tokens.tokens)
-            self.guesses += [(self.num_drawn, guess) for (guess,) in step.tokens.drafts.values()]
+            self.guesses += [(self.num_drawn, guess[0]) for guess in step.tokens.drafts.values()]
             return step
 
         runner.launch = noted
@@ -85,7 +86,8 @@ class Instance:
         spec, num_slots = read_model_spec(self.folder), NUM_SLOTS if self.num_ranks == 1 else 8
         sampler = self.sampler(num_slots, spec.vocab_size, torch.device("cpu"), spec.eos_token_ids)
         if self.num_ranks > 1:
-            self.engine = Ranks(self.folder, self.num_ranks, self.num_pages, sampler=sampler, drafts=self.drafts)
+            options = {"drafts": self.drafts, "mtp_tokens": self.mtp_tokens}
+            self.engine = Ranks(self.folder, self.num_ranks, self.num_pages, sampler=sampler, **options)
             return self.engine.runner, self.engine.pools[0]
         self.engine = Engine(
             self.folder,
@@ -93,6 +95,7 @@ class Instance:
             num_slots=NUM_SLOTS,
             max_model_len=256,
             drafts=self.drafts,
+            mtp_tokens=self.mtp_tokens,
             sampler=sampler,
             ops=self.ops,
             recording=self.recording,

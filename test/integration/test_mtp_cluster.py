@@ -53,6 +53,7 @@ def cluster(model: Path, request: pytest.FixtureRequest) -> Iterator[LocalCluste
     ]
     if request.param:
         settings += [f"{request.param}.tp_size=2", f"{request.param}.devices=[cpu,cpu]"]
+        settings += ["scheduler.mtp_tokens=3"]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster

@@ -6,7 +6,15 @@ import pytest
 import torch
 import transformers
 from engine_checkpoints import PAGE_SIZE, make_prompt
-from mtp_checkpoints import NUM_MODEL_LAYERS, answer_to, predicted_steps, some_tokens, write_predictable, write_random
+from mtp_checkpoints import (
+    NUM_MODEL_LAYERS,
+    VOCAB,
+    answer_to,
+    predicted_steps,
+    some_tokens,
+    write_predictable,
+    write_random,
+)
 from mtp_instance import NUM_PAGES, Instance
 from support.requests import unified_request
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -148,6 +156,30 @@ def test_recorded_decodes_of_several_requests_draft_what_others_do(random_model,
         instance.num_drawn = 0
         assert instance.serve(requests[1:2]) == without[1:2]
     assert instances[0].guesses == instances[1].guesses and len(instances[0].guesses) > 20
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks", "recording"), [(0.8, 1, None), (None, 1, None), (None, 2, None), (None, 1, DECODES)]
+)
+def test_further_tokens_are_drafted_from_the_layers_own(predictable, share, ranks, recording):
+    """By the token that it drafted, and by its own result as the hidden state before."""
+    right = None if share is None else some_tokens(share)
+    answer, ops = answer_to(PROMPT, NUM_TOKENS), None if recording is None else TorchOps()
+    instance = Instance(predictable(right), num_ranks=ranks, mtp_tokens=3, recording=recording, ops=ops)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer]
+    assert instance.num_decodes == predicted_steps(answer, range(VOCAB) if right is None else right, 3)
+    instance.cache.check_idle()
+    if ranks > 1:
+        instance.close()
+
+
+def test_with_further_tokens_answers_are_those_without_drafts(random_model):
+    requests = [(make_prompt(length), GREEDY) for length in (3, 40, 16, 30, 25, 9)]
+    for num_pages in (NUM_PAGES, 14):
+        without = Instance(random_model, drafts=False, num_pages=num_pages).serve(requests)
+        instance = Instance(random_model, num_pages=num_pages, mtp_tokens=3)
+        assert instance.serve(requests) == without
+        instance.cache.check_idle()
 
 
 class RaisesOnce(Sampler):

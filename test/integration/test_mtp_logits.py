@@ -3,12 +3,15 @@ CPUs and of GPUs, behind recorded steps and others."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
-from engine_checkpoints import VOCAB_SIZE, Engine, make_prompt
+from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, make_prompt
 from mtp_checkpoints import NUM_MODEL_LAYERS, write_random
 from mtp_instance import poison, prefilled
+from thread_ranks import Ranks
 from transformers.modeling_layers import MtpModel
 
 from chitu.engine.executor import Draft, StepPlan
@@ -35,17 +38,32 @@ def model(random_model):
         return transformers.DeepseekV3ForCausalLM.from_pretrained(random_model, dtype=torch.float32)
 
 
+def results(drafter, tokens, hidden):
+    """Return the layer's results `[n - 1, D]`, normed, at positions 1, 2, ... of a text, without cache or chunks.
+    `hidden`: hidden states `[n - 1, D]` of the positions before."""
+    embeds = drafter.embed_tokens(torch.tensor([tokens[1:]]))
+    positions = torch.arange(1, len(tokens)).unsqueeze(0)
+    mask = torch.full((len(tokens) - 1,) * 2, float("-inf")).triu_(1)[None, None]
+    return drafter.layers[0](embeds, hidden[None], drafter.rotary_emb(embeds, positions), mask, positions, None)[0]
+
+
 def expected_logits(model, tokens):
-    """Return the logits `[n - 1, V]` of the layer at positions 1, 2, ... of a text, without cache or chunks."""
+    """Return the logits `[n - 1, V]` of the layer at positions 1, 2, ..."""
     with torch.inference_mode():
-        drafter = MtpModel.from_pretrained(model)
-        ids = torch.tensor([tokens])
-        hidden = model.model(ids).last_hidden_state
-        embeds, positions = drafter.embed_tokens(ids[:, 1:]), torch.arange(1, len(tokens)).unsqueeze(0)
-        mask = torch.full((len(tokens) - 1,) * 2, float("-inf")).triu_(1)[None, None]
-        rotary = drafter.rotary_emb(embeds, positions)
-        found = drafter.layers[0](embeds, hidden[:, :-1], rotary, mask, positions, None)
-        return drafter.shared_head(found)[0]
+        drafter, hidden = MtpModel.from_pretrained(model), model.model(torch.tensor([tokens])).last_hidden_state[0]
+        return drafter.shared_head(results(drafter, tokens, hidden[:-1]))
+
+
+def expected_drafts(model, tokens, count):
+    """Return tokens that the layer drafts in a row, each from its own results for those before."""
+    with torch.inference_mode():
+        drafter, hidden = MtpModel.from_pretrained(model), model.model(torch.tensor([tokens])).last_hidden_state[0, :-1]
+        text = list(tokens)
+        for _ in range(count):
+            last = results(drafter, text, hidden)[-1:]
+            hidden = torch.cat([hidden, last])
+            text.append(int(drafter.shared_head(last).argmax()))
+    return text[len(tokens) :]
 
 
 def noting(ops, noted):
@@ -95,3 +113,20 @@ def test_logits_equal_those_of_transformers(make_ops, recording, random_model, m
     expected = expected_logits(model, text)
     for position, logits in found.items():
         torch.testing.assert_close(logits, expected[position - 1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tokens_in_a_row_are_those_of_transformers(num_ranks, random_model, model):
+    """Also after a decode, which overwrites what they wrote; as far as the sequence has pages."""
+    made = Engine if num_ranks == 1 else partial(Ranks, size=num_ranks)
+    engine = poison(made(random_model, num_pages=8, drafts=True, mtp_tokens=4))
+    prompt = make_prompt(PAGE_SIZE - 4)
+    _, result = prefilled(engine, 0, prompt, 7, PAGE_SIZE, sample=True)
+    text = [*prompt, *result.tokens]
+    for most in (4, 3, 2, 1):
+        assert result.drafts[0] == expected_drafts(model, text, most)
+        if most > 1:
+            result = engine.runner.execute(StepPlan(decode=[0]))
+            text += result.tokens
+    if num_ranks > 1:
+        engine.close()

@@ -200,7 +200,7 @@ def _latent_attend(
             row_scales = tl.load(scale_at(pages_ptr, page_start, t % PAGE, PAGE, LATENT + ROPE), mask=is_key, other=0.0)
             scores *= row_scales[None, :]
         is_seen = is_key[None, :] & (t[None, :] <= last[:, None])
-        if FIRST > 0:  # less than KEYS, so each row sees a key of the first block
+        if FIRST > 0:  # less than KEYS, so each row sees a key of the first block; what only pads a tile is not stored
             is_seen &= (t >= FIRST)[None, :] | (t[None, :] == last[:, None])
         scores = tl.where(is_seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
