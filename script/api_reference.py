@@ -128,7 +128,7 @@ COMPARISON = (
         "speculative decoding; `prediction`",
         "OpenAI (`prediction`), vLLM, SGLang, Dynamo (options of the server)",
         "yes: from a prediction, the text, the grammar, a layer of the model; no token changes ([how](speculation.md))",
-        "not yet: a second model or heads (EAGLE); MTP on GPUs",
+        "not yet: a second model or heads (EAGLE); MTP of models that transformers' modules compute",
     ),
     ("empty the prefix cache", "vLLM, SGLang", "yes: `/admin/cache/flush`", ""),
     (

@@ -135,11 +135,12 @@ class SchedulerConfig(Section, frozen=True):
     """Speculative decoding: draft tokens are computed ahead in the step of a request and kept where they are the tokens
     that are drawn anyway, so no answer changes. `text`: drafts are what followed the newest tokens earlier in the
     prompt or the answer (prompt lookup), or a request's `prediction`; as many as pay by measured prices. `mtp`: a
-    layer of the model guesses a token, too (multi-token prediction, of checkpoints in the form of DeepSeek-V3; on CPUs,
-    with `tp_size` 1). `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft
-    nothing."""
+    layer of the model guesses a token, too (multi-token prediction, of checkpoints in the form of DeepSeek-V3).
+    `auto`: `text` on CPUs. Models with recurrent state, or with `cache.window_state`, draft nothing."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=15)] = 12
     """Maximum tokens of a draft."""
+    mtp_tokens: Annotated[int, Meta(ge=1, le=15)] = 1
+    """With `speculation: mtp`, tokens that the layer drafts in a row: beyond the first it goes on from its own."""
     threads: Parallel | None = None
     """CPU threads of an instance's computation; unset: the usable cores divided by the instances of the host."""
 

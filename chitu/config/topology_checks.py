@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
-from chitu.config.devices import is_auto, is_gpu, why_no_device
+from chitu.config.devices import is_auto, why_no_device
 from chitu.config.model_files import ADAPTER_CONFIG
 from chitu.config.schema import ModelConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
@@ -94,7 +94,6 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _api_key_problems(topology.dp_config.router)
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
-    yield from _speculation_problems(topology)
     yield from staging_problems(topology.dp_config.router)
     yield from transport_problems(topology.dp_config.router.pd_disaggregation)
     yield from _host_problems(topology, master_addr)
@@ -189,15 +188,6 @@ def _device_problems(topology: Topology) -> Iterator[str]:
         )
     elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
-
-
-def _speculation_problems(topology: Topology) -> Iterator[str]:
-    """Check that the layer that drafts is computed where it can be."""
-    for instance in instances(topology) if topology.scheduler.speculation == "mtp" else ():
-        if instance.config.tp_size > 1:
-            yield f"scheduler.speculation is mtp, which is not supported with {instance.key}.tp_size above 1"
-        if any(is_gpu(device) for device in instance.config.devices):
-            yield f"scheduler.speculation is mtp, which is not supported on GPUs, and {instance.key} has one"
 
 
 def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:

@@ -330,7 +330,8 @@ def _assemble(
     prompts = warmup_prompts(
         topology, target.instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0
     )
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
+    mtp_tokens = topology.scheduler.mtp_tokens
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts, mtp_tokens)
     weights = RankWeights(_weights_source(target, model, group), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
 

@@ -256,8 +256,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Name and hash of each LoRA adapter. Its number in `Admit` is its place, from 1."""
     most_drafts: int = 0
     """Most tokens of a draft; 0: it takes none, as a recurrent state cannot go back."""
-    guesses: bool = False
-    """Whether the model drafts, too (`StepResult.drafts`)."""
+    guesses: int = 0
+    """Most tokens that the model itself drafts (`StepResult.drafts`); 0: none."""
 
 
 class Executor(Protocol):

@@ -21,6 +21,7 @@ from chitu.engine.executor import (
     CopyPage,
     CopyState,
     ExecutorInfo,
+    FirstToken,
     KeepState,
     LayerCallback,
     PrefillChunk,
@@ -30,9 +31,10 @@ from chitu.engine.executor import (
     StepResult,
     run_warmup,
 )
-from chitu.engine.mtp import MtpDrafts
+from chitu.engine.mtp import Forwarded, MtpDrafts
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
+from chitu.engine.shared_draws import share_draws
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import (
     ROWS_AT_ONCE,
@@ -52,7 +54,7 @@ from chitu.models.config import ModelSpec
 from chitu.models.layers import DecoderModel
 from chitu.models.model import Model
 from chitu.models.tensors import copy_numbers
-from chitu.ops.interface import Batch, Span
+from chitu.ops.interface import Span
 from chitu.types import Ready
 
 
@@ -72,6 +74,7 @@ class ModelRunner:
     `max_model_len`: tokens (prompt plus output) that a slot can hold; at most as many as the model was loaded for.
     `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
     page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
+    `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ModelRunner:
         sampler: Sampler | None,
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
+        mtp_tokens: int = 1,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -109,14 +113,14 @@ class ModelRunner:
         if recording is not None:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
-            self._graphs = StepGraphs(model, self._slots, pool, recording)
+            self._graphs = StepGraphs(model, self._slots, pool, recording, spec.has_draft_layer)
         self._mtp: MtpDrafts | None = None
         if spec.has_draft_layer:
-            if recording is not None or not isinstance(model, DecoderModel) or model.shard is not None:
-                raise Internal("a layer that drafts is computed on one rank, without recorded steps")
-            self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype)
-        self._forwarded: tuple[torch.Tensor, Batch] | None = None
-        """Hidden states and rows of the step that is being launched, for drafts by the model."""
+            if not isinstance(model, DecoderModel):
+                raise Internal("a layer that drafts is computed by our own code only")
+            self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype, mtp_tokens)
+        self._forwarded: list[Forwarded] = []
+        """Forwards of the step that is being launched, before the final norm, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
@@ -143,7 +147,7 @@ class ModelRunner:
             spec.eos_token_ids,
             pool.layout.adapters,
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
-            guesses=spec.has_draft_layer,
+            guesses=mtp_tokens if spec.has_draft_layer else 0,
         )
 
     @property
@@ -176,7 +180,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
-            guesses = self._guess(self._mtp, plan, slots, on_layer) if self._mtp is not None else None
+            guesses = self._guess(self._mtp, plan, slots, tokens_N, on_layer) if self._mtp is not None else None
             if self._sampler is not None:
                 self._failures.update(self._sampler.take_failures())
             found = self._prompt_lines, self._failures, self._checks, guesses
@@ -191,6 +195,8 @@ class ModelRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.record_all(self._sampler is not None)
+                if self._mtp is not None and isinstance(self._model, DecoderModel):
+                    self._mtp.warm_up(self._model, self._pool, self._graphs.decode_sizes)
 
     def forget(self, slots: Collection[int]) -> None:
         for slot in slots:
@@ -210,10 +216,13 @@ class ModelRunner:
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
         if slots:
-            self._slots.append_tokens(slots, upload(tokens, self._device).clamp_(min=0))
-            for slot, count in Counter(slots).items():
-                if count > 1:
-                    self._slots.settle(slot, count - 1)
+            self._append_drawn(slots, upload(tokens, self._device))
+
+    def _append_drawn(self, slots: Sequence[int], tokens_N: torch.Tensor) -> None:
+        self._slots.append_tokens(slots, tokens_N.clamp(min=0))
+        for slot, count in Counter(slots).items():
+            if count > 1:
+                self._slots.settle(slot, count - 1)
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
@@ -226,7 +235,7 @@ class ModelRunner:
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
         self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
-        self._forwarded = None
+        self._forwarded = []
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
         for offload in plan.offload:
@@ -249,7 +258,7 @@ class ModelRunner:
 
         slots: list[int] = []
         tokens: list[torch.Tensor] = []
-        if plan.first_tokens:
+        if plan.first_tokens and self._model.is_main:
             first_slots = [first.slot for first in plan.first_tokens]
             logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
             tokens.append(self._sample(logits, first_slots, 0).tokens_N)
@@ -265,23 +274,40 @@ class ModelRunner:
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
     def _guess(
-        self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None
+        self,
+        mtp: MtpDrafts,
+        plan: StepPlan,
+        drawn: Sequence[int],
+        tokens_N: torch.Tensor | None,
+        on_layer: LayerCallback | None,
     ) -> Guesses | None:
-        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows."""
-        model, forward = self._model, self._forwarded
+        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows. `drawn`,
+        `tokens_N`: of the main rank."""
+        model = self._model
         assert isinstance(model, DecoderModel)
-        self._forwarded = None
+        forward, self._forwarded = _joined(model, self._forwarded), []
+        if model.shard is not None:
+            shared = share_draws(model.shard, plan, self._device, drawn, tokens_N)
+            drawn = shared.slots if shared is not None else []
+            if shared is not None and not model.is_main:
+                self._append_drawn(*shared)
         if plan.first_tokens:
-            aux_slots = upload([first.aux_slot for first in plan.first_tokens], self._device)
-            mtp.take_hidden([first.slot for first in plan.first_tokens], self._pool.aux_hidden[aux_slots])
+            mtp.take_hidden([first.slot for first in plan.first_tokens], self._hidden_of(model, plan.first_tokens))
         if forward is not None:
-            forward = model.normed(forward[0]).clone(), forward[1]
-            for chunk, span in zip(plan.prefill, forward[1].spans, strict=True):
-                if chunk.aux_slot >= 0:
-                    self._pool.aux_hidden[chunk.aux_slot] = forward[0][span.row + span.length - 1]
+            for chunk, span in zip(plan.prefill, forward.spans, strict=True):
+                if chunk.aux_slot >= 0 and model.is_main:
+                    self._pool.aux_hidden[chunk.aux_slot] = forward.hidden_TD[span.row + span.length - 1]
         waiting = {first.slot for first in plan.first_tokens if not first.has_kv}
         callback = self._with_event(on_layer) if plan.prefill else None
         return mtp.compute(model, self._pool, forward, drawn, waiting, callback)
+
+    def _hidden_of(self, model: DecoderModel, first_tokens: Sequence[FirstToken]) -> torch.Tensor:
+        """Return the hidden states `[R, D]` of aux rows, float32. The main rank has these rows, and all get them."""
+        if model.is_main:
+            hidden_RD = self._pool.aux_hidden[upload([first.aux_slot for first in first_tokens], self._device)]
+        else:
+            hidden_RD = torch.zeros(len(first_tokens), model.hidden_size, device=self._device)
+        return hidden_RD if model.shard is None else model.shard.all_reduce(hidden_RD)
 
     def _require_possible(self, plan: StepPlan) -> None:
         """Raise Internal for drafts that this model cannot take."""
@@ -372,17 +398,21 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(chunks) and not self._has_adapter(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
+            self._note_forward(hidden_TD, spans, ())
             if on_layer is not None:  # a recording shows no single layers: they are one write, not many
                 on_layer(self._spec.num_layers - 1, self._event(), 0)
             return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
         batch, token_ids_T = self._slots.build(chunks, decoding, self._drafts)
         callback = self._with_event(on_layer) if chunks else None
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
-        if self._mtp is not None:
-            self._forwarded = hidden_TD, batch
+        self._note_forward(hidden_TD, batch.spans, batch.decode_slots)
         if self._pool.num_state_slots and batch.spans:
             self._stamp(batch.spans)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
+
+    def _note_forward(self, hidden_TD: torch.Tensor, spans: Sequence[Span], decode_slots: Sequence[int]) -> None:
+        if self._mtp is not None:
+            self._forwarded.append(Forwarded(hidden_TD, spans, decode_slots))
 
     def _has_adapter(self, chunks: list[PrefillChunk]) -> bool:
         return self._slots.has_adapter(chunk.slot for chunk in chunks)
@@ -396,11 +426,14 @@ class ModelRunner:
         self._pool.state_rows[upload([row for row, _ in stamps], self._device), : rows_XB.shape[1]] = rows_XB
 
     def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> Drawn:
-        positions = self._slots.advance_decode(slots)
+        rows, positions = slots, self._slots.advance_decode(slots)
         if any(slot in self._drafts for slot in slots):
-            logits_BV, _ = graphs.decode(*self._slots.with_drafts(slots, positions, self._drafts))
+            rows, positions = self._slots.with_drafts(slots, positions, self._drafts)
+        logits_BV, greedy_B, hidden_BD = graphs.decode(rows, positions)
+        if hidden_BD is not None:
+            self._note_forward(hidden_BD, (), rows)
+        if len(rows) > len(slots):
             return self._sample_drafts(logits_BV, slots, first_place)
-        logits_BV, greedy_B = graphs.decode(slots, positions)
         if not self._sampler_of(slots).is_greedy(slots):
             return self._sample(logits_BV, slots, first_place)
         self._slots.count_tokens(slots)
@@ -547,3 +580,12 @@ class ModelRunner:
         event = torch.cuda.Event(blocking=self._sampler is None)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _joined(model: DecoderModel, parts: Sequence[Forwarded]) -> Forwarded | None:
+    """Return the forwards of a step as one, behind the final norm. Only the first may have spans."""
+    if not parts:
+        return None
+    hidden_TD = parts[0].hidden_TD if len(parts) == 1 else torch.cat([part.hidden_TD for part in parts])
+    decode_slots = [slot for part in parts for slot in part.decode_slots]
+    return Forwarded(model.normed(hidden_TD).clone(), parts[0].spans, decode_slots)

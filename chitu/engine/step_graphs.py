@@ -91,6 +91,7 @@ class _Decode:
     replay: Replay
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
+    hidden_BD: torch.Tensor | None
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     """Host copy, with `slots`, of what `rows_2B` holds."""
@@ -107,7 +108,7 @@ class _Prefill:
 
 
 class StepGraphs:
-    """The recordings of one model. `slots` must have a scratch slot."""
+    """The recordings of one model. `slots` must have a scratch slot. `keeps_hidden`: decodes give hidden states."""
 
     def __init__(
         self,
@@ -115,11 +116,13 @@ class StepGraphs:
         slots: SlotTable,
         cache: KVViews,
         recording: Recording,
+        keeps_hidden: bool = False,
     ) -> None:
         self._model = model
         self._table = slots
         self._cache = cache
         self._recorder = recording.recorder
+        self._keeps_hidden = keeps_hidden
         self._decode_sizes = [size for size in recording.decode_sizes if size < slots.num_slots] + [slots.num_slots]
         self._prefill_sizes = list(recording.prefill_sizes)
         self._decodes: dict[int, _Decode] = {}
@@ -135,14 +138,19 @@ class StepGraphs:
     # --------------------------------------------------------------------------------------------------------- decode
 
     @property
+    def decode_sizes(self) -> Sequence[int]:
+        """Rows of the recordings of decodes, ascending."""
+        return self._decode_sizes
+
+    @property
     def most_decode_rows(self) -> int:
         """Rows of the largest recording of decodes."""
         return self._decode_sizes[-1]
 
-    def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed each slot's token at `positions`; a slot may have several. Return logits float32 `[B, V]` and greedy
-        tokens int64 `[B]`, already appended to their sequences; NO_TOKEN where none can be drawn. The next call
-        overwrites both."""
+    def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Feed each slot's token at `positions`; a slot may have several. Return logits float32 `[B, V]`, greedy tokens
+        int64 `[B]`, already appended to their sequences, with NO_TOKEN where none can be drawn, and the hidden states
+        `[B, D]` of `forward`, if they are kept. The next call overwrites all."""
         size = next(size for size in self._decode_sizes if size >= len(slots))
         recording = self._decodes.get(size)
         if recording is None:
@@ -154,7 +162,8 @@ class StepGraphs:
             recording.slots = list(slots)
         recording.replay()
         recording.positions = [position + 1 for position in positions]
-        return recording.logits_BV[: len(slots)], recording.tokens_B[: len(slots)]
+        hidden_BD = recording.hidden_BD[: len(slots)] if recording.hidden_BD is not None else None
+        return recording.logits_BV[: len(slots)], recording.tokens_B[: len(slots)], hidden_BD
 
     def forget_rows(self) -> None:
         """Forget the host copies of the rows after a replay that raised: the state on the device is unknown."""
@@ -167,6 +176,9 @@ class StepGraphs:
         rows_2B[0] = table.scratch_slot
         logits_BV = torch.zeros(size, self._model.vocab_size, dtype=torch.float32, device=table.device)
         tokens_B = torch.zeros(size, dtype=torch.int64, device=table.device)
+        kept_BD: torch.Tensor | None = None
+        if self._keeps_hidden:
+            kept_BD = torch.zeros(size, self._model.hidden_size, dtype=self._model.dtype, device=table.device)
         batch = Batch(
             slots_T=rows_2B[0],
             positions_T=rows_2B[1],
@@ -181,6 +193,8 @@ class StepGraphs:
 
         def body() -> None:
             hidden_BD = self._model.forward(table.token_ids[rows_2B[0], rows_2B[1]], batch, self._cache)
+            if kept_BD is not None:
+                kept_BD.copy_(hidden_BD)
             logits = self._model.logits(hidden_BD)
             assert logits is not None  # one rank
             logits_BV.copy_(logits)
@@ -190,7 +204,7 @@ class StepGraphs:
             tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
             rows_2B[1] += rows_2B[0] != table.scratch_slot
 
-        return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B)
+        return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B, kept_BD)
 
     # -------------------------------------------------------------------------------------------------------- prefill
 

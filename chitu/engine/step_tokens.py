@@ -123,7 +123,7 @@ class Checks(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """What the model drafts behind the newest tokens of some slots: a token each."""
+    """What the model drafts behind the newest tokens of some slots; of a slot with several, in order."""
 
     slots: list[int]
     tokens_N: torch.Tensor
@@ -183,10 +183,10 @@ def _result(
         checks = numbers[end : end + len(checked)].tolist()
         unsound = [slot for slot, is_sound in zip(checked, checks, strict=True) if not is_sound]
         end += len(checked)
-    drafts = {}
+    drafts: dict[int, list[int]] = {}
     if guessed:
-        tokens = numbers[end : end + len(guessed)].tolist()
-        drafts = {slot: [token] for slot, token in zip(guessed, tokens, strict=True)}
+        for slot, token in zip(guessed, numbers[end : end + len(guessed)].tolist(), strict=True):
+            drafts.setdefault(slot, []).append(token)
     return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound, drafts)
 
 

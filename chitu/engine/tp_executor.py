@@ -2,8 +2,9 @@
 a `RankGroup`.
 
 A step is one small broadcast: the plan without what only the main rank needs (sampling), and the tokens that the last
-step sampled, which the followers do not have yet. The step thread calls the executor; the last call (`close`) comes
-from the main thread, after the step thread has ended.
+step sampled, which the followers do not have yet. If the model drafts by a layer of its own, they have them already
+(`shared_draws.py`), and the plan keeps its first tokens, which that layer follows, too. The step thread calls the
+executor; the last call (`close`) comes from the main thread, after the step thread has ended.
 
 A follower (main thread of ranks 1, 2, ...) has no port and decides nothing. It ends when the main rank orders it
 (`run_follower` returns) or dies (`Lifeline`). Invariant: it executes every plan that the main rank executes, in the
@@ -53,10 +54,10 @@ _encoder = msgspec.msgpack.Encoder()
 step_decoder: msgspec.msgpack.Decoder[StepOrder] = msgspec.msgpack.Decoder(StepOrder)
 
 
-def for_followers(plan: StepPlan) -> StepPlan:
-    """Return the plan without sampling: admissions without parameters, no first tokens."""
+def for_followers(plan: StepPlan, drafts: bool = False) -> StepPlan:
+    """Return the plan without sampling: no parameters, and no first tokens unless the model `drafts`."""
     admit = [msgspec.structs.replace(each, sampling=None) for each in plan.admit]
-    return msgspec.structs.replace(plan, admit=admit, first_tokens=[])
+    return msgspec.structs.replace(plan, admit=admit, first_tokens=plan.first_tokens if drafts else [])
 
 
 class TensorParallelExecutor:
@@ -70,6 +71,7 @@ class TensorParallelExecutor:
         self._watch = watch
         self._end_timeout_s = end_timeout_s
         self._last = StepResult([], [])
+        """Whose tokens the followers do not have."""
 
     @property
     def info(self) -> ExecutorInfo:
@@ -82,12 +84,15 @@ class TensorParallelExecutor:
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         if plan.first_tokens and not {first.slot for first in plan.first_tokens}.isdisjoint(plan.decode):
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
-        self._group.send(_encoder.encode(StepOrder(self._last.slots, self._last.tokens, for_followers(plan))))
-        self._last = self._runner.execute(plan, on_layer)
+        drafts, last = self.info.guesses > 0, self._last
+        self._group.send(_encoder.encode(StepOrder(last.slots, last.tokens, for_followers(plan, drafts))))
+        result = self._runner.execute(plan, on_layer)
+        if not drafts:
+            self._last = result
         if plan.offload or plan.copy or plan.copy_state:
             # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet.
             self._group.barrier()
-        return self._last
+        return result
 
     def forget(self, slots: Collection[int]) -> None:
         with explaining():

@@ -196,12 +196,15 @@ class DecodeManager:
         decoding: list[Sequence],
         drafts: dict[Sequence, list[int]],
     ) -> None:
-        """Reserve pages for the tokens that the step draws: behind a token with one the model drafts at once."""
+        """Reserve pages for the tokens that the step draws, and for all but the last that the model drafts behind them:
+        it drafts at once behind a token with a page."""
+        further = self._guesses - 1
         for sequence in first_tokens:
             if sequence.max_new_tokens > 1 and sequence.state is SequenceState.LANDED:
-                self._grow_for_draft(sequence, 0, plan, len(decoding))
+                self._grow_for_draft(sequence, min(further, sequence.max_new_tokens - 2), plan, len(decoding))
         for sequence in decoding:
-            most = min(len(drafts.get(sequence, ())) + 1, sequence.max_new_tokens - sequence.launched - 1)
+            most = len(drafts.get(sequence, ())) + 1 + further
+            most = min(most, sequence.max_new_tokens - sequence.launched - 1)
             if most > 0:
                 self._grow_for_draft(sequence, most, plan, len(decoding))
 

@@ -281,10 +281,15 @@ class DecoderModel:
         x_TD, _ = self._compute(draft_layer.layer, len(self.layers), ops, x_TD, batch, cache, on_layer, None)
         return x_TD
 
-    def draft_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits `[R, V]` of chosen rows of `draft`'s result."""
+    def draft_normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return rows of `draft`'s result as hidden states for its next call, as `normed` does."""
         assert self.draft_layer is not None
-        return self.ops.norm_linear(hidden_RD, self.draft_layer.final_norm_D, self.eps, self.head)
+        return self.ops.rms_norm(hidden_RD, self.draft_layer.final_norm_D, self.eps)
+
+    def draft_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
+        """Return logits of chosen rows of `draft`'s result, as `logits` does."""
+        assert self.draft_layer is not None
+        return self._logits(hidden_RD, self.draft_layer.final_norm_D)
 
     def _compute(
         self,
@@ -338,7 +343,10 @@ class DecoderModel:
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
-        logits_RV = self.ops.norm_linear(hidden_RD, self.final_norm_D, self.eps, self.head).float()
+        return self._logits(hidden_RD, self.final_norm_D)
+
+    def _logits(self, hidden_RD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor | None:
+        logits_RV = self.ops.norm_linear(hidden_RD, norm_D, self.eps, self.head).float()
         if self.shard is None:
             return logits_RV
         return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])

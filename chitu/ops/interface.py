@@ -75,7 +75,7 @@ class Batch:
     """Each adapter once; empty if no row has one."""
     first_position: int = 0
     """Position from which rows attend, as a drafting layer has no entry before it; a row before it sees itself alone.
-    Latent attention of `torch_ops.py` only."""
+    Latent attention only."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:

@@ -169,7 +169,8 @@ class TritonOps:
     ) -> torch.Tensor:
         out_THL = q_THC.new_empty(*q_THC.shape[:2], heads.latent_dim)
         if batch.tiles_Y4.shape[0]:
-            latent_prefill(q_THC, heads, pages_PKSC, batch.tiles_Y4, batch.page_table, out_THL)
+            tiles, first = batch.tiles_Y4, batch.first_position
+            latent_prefill(q_THC, heads, pages_PKSC, tiles, batch.page_table, out_THL, first)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THC.shape[0] - batch.decode_row
         if num_decoding:
@@ -185,6 +186,7 @@ class TritonOps:
                 batch.page_table,
                 out_THL[decode],
                 num_splits_for(num_decoding, head_blocks, longest, self._num_multiprocessors),
+                batch.first_position,
             )
         return out_THL
 

@@ -110,7 +110,7 @@ class SimulatedInstance(SimulatedProcess):
         max_len = min(profile.max_model_len, profile.num_pages * profile.page_size)
         acceptance, most_drafts = profile.draft_acceptance, MAX_DRAFT if profile.draft_acceptance else 0
         facts = ExecutorInfo(
-            num_slots, max_len, ANY_TOKEN, num_layers, (), most_drafts=most_drafts, guesses=bool(most_drafts)
+            num_slots, max_len, ANY_TOKEN, num_layers, (), most_drafts=most_drafts, guesses=most_drafts
         )
         self.executor = TimedExecutor(facts, profile.cost, self._own, lambda: self.speed, acceptance)
         self.cache = PagedKVCacheManager(profile.num_pages, profile.page_size, b"simulated")

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import pytest
 from engine_checkpoints import Engine, expected_tokens, generate, make_prompt, write_checkpoint
+from mtp_checkpoints import answer_to, write_predictable
+from mtp_instance import prefilled
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
+from chitu.engine.executor import Draft, StepPlan
 from chitu.engine.step_graphs import Recording
 from chitu.ops.triton_ops import TritonOps
 
@@ -59,3 +62,21 @@ def test_warm_up_records_every_bucket_and_leaves_no_trace(card, checkpoint):
     engine.runner.warmup()
     prompt = make_prompt(20)
     assert generate(engine, [prompt], 2, chunk_size=64) == [expected_tokens(reference, prompt, 2)]
+
+
+def test_a_layer_that_drafts_behind_recorded_steps(card, tmp_path):
+    """Each draft is right if the hidden state is the recording's, of the position before."""
+    write_predictable(tmp_path, None)
+    recording = Recording(card.recorder(), decode_sizes=(2,), prefill_sizes=(64,))
+    options = {"recording": recording, "max_model_len": 128, "num_slots": 2, "num_pages": 16}
+    ops = TritonOps(card.num_multiprocessors)
+    engine = Engine(tmp_path, ops=ops, device=str(card.device), drafts=True, **options)
+    if not card.is_twin:
+        engine.runner.warmup()
+    prompt, count = [7, 100, 30, 219, 4], card.size(40, 2)
+    _, result = prefilled(engine, 0, prompt, 5, 100, sample=True)
+    tokens = list(result.tokens)
+    for _ in range(count):
+        result = engine.runner.execute(StepPlan(decode=[0], drafts=[Draft(0, tuple(result.drafts[0]))]))
+        tokens += result.tokens
+    assert tokens == answer_to(prompt, 1 + 2 * count)

@@ -78,10 +78,12 @@ def test_latent_attention(card, num_heads, is_fp8):
     found = ops.latent_query(q, key, heads, rotary, batch)
     assert relative_error(found, TWIN.latent_query(q.float(), key.float(), wide, rotary, batch)) < 0.01
     seen = own if is_fp8 else own.float()  # the same bytes for both: an appended row may differ in its last bit
-    expected = TWIN.latent_attention(found.float(), wide, batch, seen)
-    attended = ops.latent_attention(found, heads, batch, own)
-    assert relative_error(attended[: batch.decode_row], expected[: batch.decode_row]) < 0.01
-    assert relative_error(attended[batch.decode_row :], expected[batch.decode_row :]) < 0.01
+    for first_position in (0, 1):  # 1: of a layer that drafts
+        own_batch = replace(batch, first_position=first_position)
+        expected = TWIN.latent_attention(found.float(), wide, own_batch, seen)
+        attended = ops.latent_attention(found, heads, own_batch, own)
+        assert relative_error(attended[: batch.decode_row], expected[: batch.decode_row]) < 0.01
+        assert relative_error(attended[batch.decode_row :], expected[batch.decode_row :]) < 0.01
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])

@@ -165,7 +165,9 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
             constants = sizes | {"HEADS": heads_here, "QUERIES": queries, "IS_PREFILL": is_prefill}
             constants |= {"IS_SPLIT": is_split, "IS_FP8": pages == FP8}
             constants["KEYS"] = mla.FLOAT32_KEYS if narrow else mla.KEYS
-            found.append(variant(mla._latent_attend, here, constants, **mla.schedule(queries, pages == FP8)))
+            schedule = mla.schedule(queries, pages == FP8)
+            for first in (0, 1) if (heads_here, pages) == (128, HALF) else (0,):  # 1: of a layer that drafts
+                found.append(variant(mla._latent_attend, here, constants | {"FIRST": first}, **schedule))
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}

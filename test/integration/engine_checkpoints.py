@@ -197,10 +197,11 @@ class Engine:
         plant: Callable[[Any], Any] = lambda model: model,
         window_state: bool = False,
         drafts: bool = False,
+        mtp_tokens: int = 1,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
-        `CacheConfig`. `drafts`: with the layer that drafts."""
+        `CacheConfig`. `drafts`: with the layer that drafts, so many tokens in a row."""
         self.spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
         self.spec = with_draft_layer(self.spec, drafts)
         loaded = read_adapters(adapters, self.spec, path)
@@ -231,6 +232,7 @@ class Engine:
             max_model_len,
             (sampler or self.sampler) if sampling else None,
             recording,
+            mtp_tokens=mtp_tokens,
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

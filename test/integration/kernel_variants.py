@@ -3,7 +3,8 @@ compiling: JSON, the number of variants by kernel after the warm-up, and those t
 
 A stand-in takes the place of Triton's driver, and a hook that of its compiler, so launches end where a kernel would be
 compiled: with the key that the launcher made of its arguments. Kernels compute nothing; products give zeros, so that
-logits are finite. Runs in a process of its own without the interpreter: `python kernel_variants.py FOLDER FAMILY`.
+logits are finite. Runs in a process of its own without the interpreter: `python kernel_variants.py FOLDER FAMILY`;
+the family `drafts` is that of a model with a layer that drafts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 import torch
 import triton
 from engine_checkpoints import Engine, write_checkpoint
+from mtp_checkpoints import write_random
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -56,7 +58,11 @@ def main() -> None:
     out = list(small_linear._small_linear.arg_names).index("out_ptr")
     small_linear._small_linear.add_pre_run_hook(lambda *given, **_: given[out].zero_())
     folder, family = Path(sys.argv[1]), sys.argv[2]
-    write_checkpoint(folder, family, num_layers=2)
+    has_drafts = family == "drafts"
+    if has_drafts:
+        write_random(folder)
+    else:
+        write_checkpoint(folder, family, num_layers=2)
     engine = Engine(
         folder,
         ops=TritonOps(132),
@@ -64,6 +70,7 @@ def main() -> None:
         max_model_len=160,
         num_slots=MOST_ROWS,
         num_pages=4 * MOST_ROWS,
+        drafts=has_drafts,
     )
     engine.runner.warmup()
     started = variants.count()

@@ -65,12 +65,15 @@ def some_tokens(share: float) -> frozenset[int]:
     return frozenset(random.Random(5).sample(range(1, VOCAB), round(share * (VOCAB - 1))))
 
 
-def predicted_steps(answer: list[int], right: Collection[int]) -> int:
-    """Return in how many steps behind the first token the answer is drawn, if drafts are right behind these tokens."""
+def predicted_steps(answer: list[int], right: Collection[int], most: int = 1) -> int:
+    """Return in how many steps behind the first token the answer is drawn, if drafts of up to `most` tokens are right
+    behind these tokens."""
     known, steps = 1, 0
     while known < len(answer):
-        known += 2 if answer[known - 1] in right else 1
-        steps += 1
+        num_right = 0
+        while num_right < most and known < len(answer) and answer[known - 1] in right:
+            num_right, known = num_right + 1, known + 1
+        known, steps = known + 1, steps + 1
     return steps
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
@@ -45,9 +47,11 @@ def pages_of(width: int) -> torch.Tensor:
     [(4, 32, 16, 0), (4, 32, 16, 2), (5, 40, 8, 2), (5, 40, 8, 11), (20, 64, 16, 2), (20, 64, 16, 11)],
     ids=str,
 )
-def test_attention_equals_the_reference(ops, num_heads, latent, rope, seed):
+@pytest.mark.parametrize("first_position", [0, 1])
+def test_attention_equals_the_reference(ops, num_heads, latent, rope, seed, first_position):
     torch.manual_seed(seed)
-    heads, batch, pages = latent_heads(num_heads, latent, rope), random_batch(seed), pages_of(latent + rope)
+    heads, pages = latent_heads(num_heads, latent, rope), pages_of(latent + rope)
+    batch = replace(random_batch(seed), first_position=first_position)
     q = torch.randn(len(batch.slots_T), num_heads, latent + rope)
     expected = REFERENCE.latent_attention(q, heads, batch, pages)
     torch.testing.assert_close(ops.latent_attention(q, heads, batch, pages), expected, **CLOSE)
@@ -84,8 +88,9 @@ def test_rows_and_queries_equal_the_reference(ops, latent, rope):
     torch.testing.assert_close(ops.latent_query(q, key, heads, rotary, batch), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("splits", [1, 2, 16])
-def test_a_sequence_may_be_cut_into_any_number_of_splits(splits):
+def test_a_sequence_may_be_cut_into_any_number_of_splits(splits, first_position):
     """Includes sequences shorter than the number of splits, and more heads than one program takes."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.kernels import mla
@@ -95,9 +100,10 @@ def test_a_sequence_may_be_cut_into_any_number_of_splits(splits):
     table = torch.randperm(NUM_PAGES)[: 6 * MAX_PAGES].view(6, MAX_PAGES)
     positions, slots = torch.tensor([0, 31, 32, 100]), torch.tensor([4, 0, 5, 2])
     q, out = torch.randn(4, heads.num_heads, 48), torch.full((4, heads.num_heads, 32), float("nan"))
-    mla.latent_decode(q, heads, pages, slots, positions, table, out, splits)
+    mla.latent_decode(q, heads, pages, slots, positions, table, out, splits, first_position)
     none = torch.zeros(0, 4, dtype=torch.int64)
     batch = Batch(slots, positions, table, (), none, none, 0, tuple(slots.tolist()), 101)
+    batch = replace(batch, first_position=first_position)
     torch.testing.assert_close(out, REFERENCE.latent_attention(q, heads, batch, pages), **CLOSE)
 
 

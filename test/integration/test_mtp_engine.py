@@ -2,106 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 import transformers
-from engine_checkpoints import PAGE_SIZE, Engine, make_prompt
-from mtp_checkpoints import NUM_MODEL_LAYERS, answer_to, predicted_steps, some_tokens, write_predictable, write_random
-from support.clock import FakeClock
-from support.drafts import AllDrafts
+from engine_checkpoints import PAGE_SIZE, make_prompt
+from mtp_checkpoints import (
+    NUM_MODEL_LAYERS,
+    VOCAB,
+    answer_to,
+    predicted_steps,
+    some_tokens,
+    write_predictable,
+    write_random,
+)
+from mtp_instance import NUM_PAGES, Instance
 from support.requests import unified_request
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-from chitu.cache_manager import PagedKVCacheManager
-from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.sampler import Sampler
-from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.drafts import source_of
-from chitu.instance.roles import DecodeRole
-from chitu.instance.token_manager import TokenManager
-from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import Fork, SamplingParams, pack_i32, token_codec
+from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import Fork, SamplingParams, pack_i32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_TOKENS, NUM_SLOTS, NUM_PAGES = 60, 4, 64
+NUM_TOKENS = 60
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 9, 17]
-
-
-@dataclass
-class Instance:
-    """A unified instance over a checkpoint."""
-
-    folder: object
-    drafts: bool = True
-    num_pages: int = NUM_PAGES
-    overlap: bool = False
-    sampler: type[Sampler] = Sampler
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    plans: list = field(default_factory=list)
-    num_drawn: int = 0
-    guesses: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens drawn until then, and what the model drafts; for a single request."""
-
-    def __post_init__(self) -> None:
-        self.engine = Engine(
-            self.folder, num_pages=self.num_pages, num_slots=NUM_SLOTS, max_model_len=256, drafts=self.drafts
-        )
-        runner, pool = self.engine.runner, self.engine.pool
-        vocab_size, eos = runner.info.vocab_size, runner.info.eos_token_ids
-        runner.use_sampler(self.sampler(NUM_SLOTS, vocab_size, torch.device("cpu"), eos))
-        launch = runner.launch
-
-        def noted(plan, on_layer=None):
-            self.plans.append(plan)
-            step = launch(plan, on_layer)
-            self.num_drawn += len(step.tokens.tokens)
-            self.guesses += [(self.num_drawn, guess) for (guess,) in step.tokens.drafts.values()]
-            return step
-
-        runner.launch = noted
-        config = SchedulerConfig(
-            max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
-        )
-        self.cache = PagedKVCacheManager(self.num_pages, PAGE_SIZE, b"mtp")
-        core = InstanceCore(
-            SchedulerSettings(config, DeadlineConfig(), overlap=self.overlap),
-            LoadedEngine(runner, self.cache, MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers)),
-            TokenManager(1, self._take),
-            lambda room, error: None,
-            FakeClock(),
-        )
-        if self.drafts:
-            core.drafts = AllDrafts(source_of, NUM_SLOTS, vocab_size)
-        self.scheduler = PDScheduler(core, DecodeRole(core))
-
-    def _take(self, frame: bytes) -> bool:
-        batch = token_codec.decode(frame)
-        for room, token in zip(batch.rooms, batch.tokens, strict=True):
-            self.tokens.setdefault(room[-1], []).append(token)
-        assert all(finish.reason in ("length", "stop") for finish in batch.finished)
-        return True
-
-    def serve(self, requests) -> list[list[int]]:
-        """Return the answers of new requests, (prompt, sampling) each."""
-        first = len(self.tokens)
-        for number, (prompt, sampling) in enumerate(requests, first):
-            self.scheduler.submit(unified_request(number.to_bytes(16, "big"), f"r{number}", pack_i32(prompt), sampling))
-            self.scheduler.step()
-        self.run()
-        return [self.tokens[number] for number in range(first, first + len(requests))]
-
-    def run(self) -> None:
-        while not self.scheduler.is_idle:
-            self.scheduler.step()
-        self.scheduler.step()
-
-    @property
-    def num_decodes(self) -> int:
-        return sum(bool(plan.decode) for plan in self.plans)
+DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
+"""As of test_step_graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +131,55 @@ def test_choices_of_a_prompt_draft_by_its_hidden_state(predictable, length):
     instance.run()
     assert [instance.tokens[number] for number in (0, 1)] == [answer_to(prompt, NUM_TOKENS)] * 2
     assert instance.num_decodes == 30
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_behind_recorded_decodes_steps_are_those_of_the_construction(predictable, overlap):
+    """The hidden states are the recording's, of the rows of drafts, too."""
+    instance = Instance(predictable(None), ops=TorchOps(), recording=DECODES, overlap=overlap)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer_to(PROMPT, NUM_TOKENS)]
+    assert instance.num_decodes == 30
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recorded_decodes_of_several_requests_draft_what_others_do(random_model, overlap):
+    """Prompts beside decodes are a forward of their own then. Guesses are compared for a request alone."""
+    lengths = (3, 40, 16, 30)
+    requests = [(make_prompt(length), GREEDY) for length in lengths]
+    without = Instance(random_model, drafts=False).serve(requests)
+    instances = [
+        Instance(random_model, ops=TorchOps(), recording=recording, overlap=overlap) for recording in (None, DECODES)
+    ]
+    for instance in instances:
+        assert instance.serve(requests) == without
+        instance.guesses.clear()
+        instance.num_drawn = 0
+        assert instance.serve(requests[1:2]) == without[1:2]
+    assert instances[0].guesses == instances[1].guesses and len(instances[0].guesses) > 20
+
+
+@pytest.mark.parametrize(
+    ("share", "ranks", "recording"), [(0.8, 1, None), (None, 1, None), (None, 2, None), (None, 1, DECODES)]
+)
+def test_further_tokens_are_drafted_from_the_layers_own(predictable, share, ranks, recording):
+    """By the token that it drafted, and by its own result as the hidden state before."""
+    right = None if share is None else some_tokens(share)
+    answer, ops = answer_to(PROMPT, NUM_TOKENS), None if recording is None else TorchOps()
+    instance = Instance(predictable(right), num_ranks=ranks, mtp_tokens=3, recording=recording, ops=ops)
+    assert instance.serve([(PROMPT, GREEDY)]) == [answer]
+    assert instance.num_decodes == predicted_steps(answer, range(VOCAB) if right is None else right, 3)
+    instance.cache.check_idle()
+    if ranks > 1:
+        instance.close()
+
+
+def test_with_further_tokens_answers_are_those_without_drafts(random_model):
+    requests = [(make_prompt(length), GREEDY) for length in (3, 40, 16, 30, 25, 9)]
+    for num_pages in (NUM_PAGES, 14):
+        without = Instance(random_model, drafts=False, num_pages=num_pages).serve(requests)
+        instance = Instance(random_model, num_pages=num_pages, mtp_tokens=3)
+        assert instance.serve(requests) == without
+        instance.cache.check_idle()
 
 
 class RaisesOnce(Sampler):

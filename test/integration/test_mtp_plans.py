@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, chunks_of, make_prompt
+from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, make_prompt
 from mtp_checkpoints import NUM_MODEL_LAYERS, VOCAB, follower, write_predictable, write_random
+from mtp_instance import entries, poison, prefilled, sent
 
-from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, PrefillChunk, Restore, StepPlan
+from chitu.engine.executor import Admit, AppendPages, Offload, PrefillChunk, Restore, StepPlan
 from chitu.protocol import pack_i32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,34 +32,7 @@ def random_model(tmp_path_factory):
 
 
 def poisoned(folder, **options) -> Engine:
-    """Return an engine whose pages hold NaN, as those of other requests may."""
-    engine = Engine(folder, num_pages=24, drafts=True, **options)
-    for region in engine.pool.regions:
-        region.fill_(float("nan"))
-    return engine
-
-
-def prefilled(engine: Engine, slot: int, prompt: list[int], size: int, total: int, **fields):
-    """Compute a prompt in chunks; return its admission, and the result of the last."""
-    admit = engine.admit(slot, prompt, total, **fields.pop("admission", {}))
-    for chunk in chunks_of(slot, len(prompt), size, **fields):
-        result = engine.runner.execute(StepPlan(admit=[] if chunk.start else [admit], prefill=[chunk]))
-    return admit, result
-
-
-def entries(engine: Engine, admit: Admit, end: int) -> torch.Tensor:
-    """Return the entries of a sequence, `[end, C]`."""
-    return engine.pool.k[LAYER][list(admit.pages)][:, 0].flatten(0, 1)[:end]
-
-
-def sent(source: Engine, target: Engine, prompt: list[int], from_pages, has_kv: bool = True, aux_slot: int = 3):
-    """Hand a prompt over as transfers do, and draw its first token there."""
-    admit = target.admit(5, prompt, len(prompt) + 20, kv_len=len(prompt))
-    there = list(admit.pages[: len(from_pages)])
-    for mine, theirs in zip(source.pool.regions, target.pool.regions, strict=True):
-        theirs[there] = mine[list(from_pages)]
-    target.pool.aux[1] = source.pool.aux[aux_slot]
-    return admit, target.runner.execute(StepPlan(admit=[admit], first_tokens=[FirstToken(5, 1, has_kv)]))
+    return poison(Engine(folder, num_pages=24, drafts=True, **options))
 
 
 def test_the_entries_of_a_prompt_do_not_depend_on_its_chunks(random_model):

@@ -205,16 +205,26 @@ def test_a_long_copy_is_cut_into_pieces_that_make_it_up_again():
     ] == [8, 4, 1]
 
 
-def test_a_step_of_any_number_of_rows_compiles_nothing_that_the_warm_up_has_not(tmp_path):
-    """A kernel takes a second to compile, and all requests of the instance wait for it."""
+def variants_of(tmp_path, family):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    argv = [sys.executable, Path(__file__).parent / "kernel_variants.py", tmp_path, "qwen3"]
+    argv = [sys.executable, Path(__file__).parent / "kernel_variants.py", tmp_path, family]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_a_step_of_any_number_of_rows_compiles_nothing_that_the_warm_up_has_not(tmp_path):
+    """A kernel takes a second to compile, and all requests of the instance wait for it."""
+    found = variants_of(tmp_path, "qwen3")
     assert not found["added"]
     products, classes_of_rows = 5, 4
     assert found["started"]["_small_linear"] == products * classes_of_rows
+
+
+def test_nor_does_the_layer_that_drafts(tmp_path):
+    """But for the sorting of pairs of experts by tiles, as without it."""
+    found = variants_of(tmp_path, "drafts")
+    assert found["added"].keys() <= {"_sort_pairs"} and found["started"]["_latent_attend"] > 3
 
 
 @pytest.mark.timeout(320)  # a minute and a half of a core, which other processes share

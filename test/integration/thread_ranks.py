@@ -22,6 +22,7 @@ from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
+from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
 
 
@@ -86,11 +87,14 @@ class Ranks:
         sampler: Sampler | None = None,
         adapters: Mapping[str, str] = MappingProxyType({}),
         window_state: bool = False,
+        drafts: bool = False,
+        mtp_tokens: int = 1,
     ) -> None:
-        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`: as of
-        `Engine`."""
+        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`,
+        `drafts`, `mtp_tokens`: as of `Engine`."""
+        self._mtp_tokens = mtp_tokens
         self._window_state = window_state
-        self.spec = with_window_state(read_model_spec(path, 1024), window_state)
+        self.spec = with_draft_layer(with_window_state(read_model_spec(path, 1024), window_state), drafts)
         self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
@@ -114,11 +118,12 @@ class Ranks:
             shard=rank,
             adapters=self._adapters,
             window_state=self._window_state,
+            drafts=self.spec.has_draft_layer,
         )
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
         self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))
-        return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler)
+        return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler, mtp_tokens=self._mtp_tokens)
 
     pages = Engine.pages
     admit = Engine.admit

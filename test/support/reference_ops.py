@@ -138,6 +138,7 @@ class ReferenceOps(PlainOps):
             slot, length = int(batch.slots_T[row]), int(batch.positions_T[row]) + 1
             pages = batch.page_table[slot, : (length + page_size - 1) // page_size]
             rows_MC = take(pages_PKSC, pages)[:, 0].flatten(0, 1)[:length]
+            rows_MC = rows_MC[min(batch.first_position, length - 1) :]
             shares_HM = (q_THC[row].float() @ rows_MC.T * heads.softmax_scale).softmax(-1)
             out_THL[row] = (shares_HM @ rows_MC[:, : heads.latent_dim]).to(out_THL.dtype)
         return out_THL

@@ -148,6 +148,7 @@ def _latent_attend(
     IS_PREFILL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_FP8: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Prefill: program (tile, head, part of the tile), queries are rows. Decode: (row, head block, split), heads."""
     m = tl.arange(0, QUERIES)
@@ -198,7 +199,10 @@ def _latent_attend(
         if IS_FP8:
             row_scales = tl.load(scale_at(pages_ptr, page_start, t % PAGE, PAGE, LATENT + ROPE), mask=is_key, other=0.0)
             scores *= row_scales[None, :]
-        scores = tl.where(is_key[None, :] & (t[None, :] <= last[:, None]), scores, -float("inf"))
+        is_seen = is_key[None, :] & (t[None, :] <= last[:, None])
+        if FIRST > 0:  # less than KEYS, so each row sees a key of the first block; what only pads a tile is not stored
+            is_seen &= (t >= FIRST)[None, :] | (t[None, :] == last[:, None])
+        scores = tl.where(is_seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
@@ -302,11 +306,13 @@ def latent_prefill(
     tiles_Y4: torch.Tensor,
     page_table: torch.Tensor,
     out_THL: torch.Tensor,
+    first_position: int = 0,
 ) -> None:
-    """Compute the rows of all tiles (`Batch.tiles_Y4`)."""
+    """Compute the rows of all tiles (`Batch.tiles_Y4`). `first_position`: as in `Batch`, less than `FLOAT32_KEYS`."""
     queries = FLOAT32_QUERIES if is_narrow(q_THC.dtype, q_THC.device) else MAX_QUERIES
     grid = (tiles_Y4.shape[0], heads.num_heads, TILE_ROWS // queries)
-    _attend(grid, q_THC, heads, pages_PKSC, None, None, tiles_Y4, page_table, out_THL, None, None, 1, queries)
+    tiles = None, None, tiles_Y4
+    _attend(grid, q_THC, heads, pages_PKSC, *tiles, page_table, out_THL, None, None, 1, queries, first_position)
 
 
 def latent_decode(
@@ -318,17 +324,18 @@ def latent_decode(
     page_table: torch.Tensor,
     out_BHL: torch.Tensor,
     splits: int,
+    first_position: int = 0,
 ) -> None:
-    """Compute decoding rows: row b attends to positions 0 .. `positions_B[b]` of its slot."""
+    """Compute decoding rows: row b attends to positions 0 .. `positions_B[b]` of its slot. `first_position`: as of
+    `latent_prefill`."""
     num_rows, num_heads, latent = out_BHL.shape
     queries = queries_for(num_heads, is_narrow(q_BHC.dtype, q_BHC.device))
     grid = (num_rows, triton.cdiv(num_heads, queries), splits)
     partial = lse = None
     if splits > 1:
         partial, lse = decode_scratch(num_rows, num_heads, latent, splits, q_BHC.device)
-    _attend(
-        grid, q_BHC, heads, pages_PKSC, slots_B, positions_B, None, page_table, out_BHL, partial, lse, splits, queries
-    )
+    rows = slots_B, positions_B, None
+    _attend(grid, q_BHC, heads, pages_PKSC, *rows, page_table, out_BHL, partial, lse, splits, queries, first_position)
     if splits > 1:
         kernel: Any = _join_splits[(num_rows * num_heads,)]
         pad = triton.next_power_of_2(latent)
@@ -349,6 +356,7 @@ def _attend(
     lse: torch.Tensor | None,
     splits: int,
     queries: int,
+    first_position: int,
 ) -> None:
     kernel: Any = _latent_attend[grid]
     kernel(
@@ -376,6 +384,7 @@ def _attend(
         IS_PREFILL=tiles is not None,
         IS_SPLIT=splits > 1,
         IS_FP8=is_fp8(pages),
+        FIRST=first_position,
         **schedule(queries, is_fp8(pages)),
     )
 
