@@ -12,7 +12,7 @@ from chitu.errors import Integrity, TransferFailed
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender_table import SenderState
-from chitu.kv_transfer.transports.segments import Group, Scattered, decode, encode
+from chitu.kv_transfer.transports.segments import Scattered, WriteGroup, decode, encode
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import TransportMessage, peer_codec
@@ -33,7 +33,7 @@ def compute(pair: Pair) -> None:
         pair.p.compute()
 
 
-def messages(pair: Pair, kind: type[Group] | type[Scattered]) -> list[tuple[Frame, Group | Scattered]]:
+def messages(pair: Pair, kind: type[WriteGroup] | type[Scattered]) -> list[tuple[Frame, WriteGroup | Scattered]]:
     """Return the messages of this kind in flight between the transports."""
     found = []
     for frame in pair.world.frames:
@@ -150,7 +150,7 @@ def test_pages_of_a_p_that_died_come_back_when_no_scatter_of_its_groups_can_touc
     compute(pair)
     pair.world.wait_turn = lambda: None  # type: ignore[method-assign]
     assert pair.p.sender.queue.run_one()
-    (frame, group), *_ = messages(pair, Group)
+    (frame, group), *_ = messages(pair, WriteGroup)
     pair.d.receiver.on_frame(frame.room, frame.payload)
     during: list[list[Kind]] = []
 
@@ -218,7 +218,7 @@ def test_success_never_comes_before_the_last_scatter() -> None:
     def check() -> None:
         assert KVPoll.Success not in statuses(pair) and Kind.SUCCESS not in pair.seen(pair.d)
         assert pair.p.sender.state(pair.room) is SenderState.WRITING
-        left.append(len(messages(pair, Group)))
+        left.append(len(messages(pair, WriteGroup)))
 
     pair.d.copier.meanwhile = check
     pair.pump()
@@ -230,8 +230,8 @@ def test_success_never_comes_before_the_last_scatter() -> None:
 # ----------------------------------------------------------------------------------------- lost, doubled, out of order
 
 
-@pytest.mark.parametrize("kind", [Group, Scattered])
-def test_a_lost_message_is_said_again_and_no_group_is_scattered_twice(kind: type[Group] | type[Scattered]) -> None:
+@pytest.mark.parametrize("kind", [WriteGroup, Scattered])
+def test_a_lost_message_is_said_again_and_no_group_is_scattered_twice(kind: type[WriteGroup] | type[Scattered]) -> None:
     pair = staged_pair()
     pair.both_halves(4)
     compute(pair)
@@ -255,13 +255,13 @@ def test_a_message_of_a_segments_last_group_that_comes_late_does_not_scatter_the
     pair = staged_pair()
     pair.both_halves(80)
     compute(pair)
-    turn, seen = pair.world.wait_turn, list[tuple[Frame, Group]]()
+    turn, seen = pair.world.wait_turn, list[tuple[Frame, WriteGroup]]()
     again = [0]
 
     def late() -> None:
         """Deliver the last group of a segment again when the segment has a new one, both before and after that."""
-        for frame, message in messages(pair, Group):
-            assert isinstance(message, Group)
+        for frame, message in messages(pair, WriteGroup):
+            assert isinstance(message, WriteGroup)
             for old, former in seen:
                 if former.segment == message.segment and former.number < message.number:
                     again[0] += 1
@@ -289,7 +289,7 @@ def test_no_more_than_the_granted_segments_are_ever_in_use() -> None:
     turn, most = pair.world.wait_turn, [0]
 
     def count() -> None:
-        waiting = {message.segment for _, message in messages(pair, Group)}
+        waiting = {message.segment for _, message in messages(pair, WriteGroup)}
         most[0] = max(most[0], len(waiting))
         turn()
 
@@ -342,7 +342,7 @@ def test_a_group_of_a_p_that_was_replaced_is_dropped_and_the_new_ones_numbers_be
     compute(pair)
     pair.world.wait_turn, turn = lambda: None, pair.world.wait_turn  # type: ignore[method-assign]
     assert pair.p.sender.queue.run_one()
-    (stale, _), *_ = messages(pair, Group)
+    (stale, _), *_ = messages(pair, WriteGroup)
     fresh = pair.world.restart(pair.p)
     pair.world.publish_view()
     pair.d.poll()
@@ -435,7 +435,7 @@ def test_a_group_that_no_p_may_send_is_a_bad_frame_and_touches_nothing(name: str
         count = area.segment_bytes // 8 + 1
         values |= {"targets": row * count, "lengths": (8).to_bytes(8, "little") * count}
     before = pair.d.memory.arena.copy()
-    message = TransportMessage(pair.p.incarnation, "fake", encode(Group(**values)))  # type: ignore[arg-type]
+    message = TransportMessage(pair.p.incarnation, "fake", encode(WriteGroup(**values)))  # type: ignore[arg-type]
     pair.d.receiver.on_frame(bytes(16), encode_frame(message))
     assert pair.d.receiver.unknown_frames == 1 and not pair.d.scatter_one()
     assert (pair.d.memory.arena == before).all()

@@ -158,7 +158,7 @@ class HostArena:
             self._map.close()
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="group"):
+class WriteGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="group"):
     """P -> D: pieces lie in a segment, one after the other. Repeated until `Scattered`."""
 
     number: int
@@ -171,7 +171,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Scattered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="scattered"):
-    """D -> P: answer to each `Group`. D is done with the segment, and nothing of the group is written any more."""
+    """D -> P: answer to each `WriteGroup`. D is done with the segment, and nothing of the group is written any more."""
 
     number: int
     segment: int
@@ -180,14 +180,14 @@ class Scattered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Group | Scattered] = msgspec.msgpack.Decoder(Union[Group, Scattered])
+_decoder: msgspec.msgpack.Decoder[WriteGroup | Scattered] = msgspec.msgpack.Decoder(Union[WriteGroup, Scattered])
 
 
-def encode(message: Group | Scattered) -> bytes:
+def encode(message: WriteGroup | Scattered) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(payload: bytes) -> Group | Scattered:
+def decode(payload: bytes) -> WriteGroup | Scattered:
     """Decode a message. Raises BadFrame."""
     try:
         return _decoder.decode(payload)
@@ -232,7 +232,7 @@ class StagedPeer:
 @dataclass(slots=True, eq=False)
 class SentGroup:
     peer: StagedPeer
-    group: Group
+    group: WriteGroup
     answer: Scattered | None = None
 
     def send(self) -> None:
@@ -277,7 +277,7 @@ class Gatherer:
     def send(self, peer: StagedPeer, segment: int, targets: bytes, lengths: bytes) -> SentGroup:
         """Send a group for a segment that is written. The segment is D's until D answers."""
         with self._changed:
-            sent = SentGroup(peer, Group(next(self._numbers), segment, targets, lengths))
+            sent = SentGroup(peer, WriteGroup(next(self._numbers), segment, targets, lengths))
             self._sent[sent.group.number] = sent
         sent.send()
         return sent
@@ -396,7 +396,7 @@ class DeviceCopier:
 @dataclass(slots=True, frozen=True)
 class ScatterJob:
     incarnation: int
-    group: Group
+    group: WriteGroup
     copies: CopyList
     send: Callable[[int, bytes], None]
 
@@ -427,7 +427,7 @@ class Scatterer:
         self._is_started = False
         self.jobs: JobThread[ScatterJob] = JobThread("scatter", self._scatter)
 
-    def on_message(self, rank: int, incarnation: int, group: Group, send: Callable[[int, bytes], None]) -> None:
+    def on_message(self, rank: int, incarnation: int, group: WriteGroup, send: Callable[[int, bytes], None]) -> None:
         """Queue a group that lies in a segment. One that came before is answered again, or will be. Raises BadFrame."""
         if group.segment not in share_of(self._area.num_segments, self.owners, rank):
             raise BadFrame(f"P{rank} staged a group in segment {group.segment}, which it was not granted")
@@ -486,7 +486,7 @@ class Scatterer:
         if is_wanted:
             job.send(job.incarnation, encode(answer))
 
-    def _copies(self, rank: int, group: Group) -> CopyList:
+    def _copies(self, rank: int, group: WriteGroup) -> CopyList:
         """Return the group's pieces, each from its place in the segment to one inside the pool. Raises BadFrame."""
         if len(group.targets) != len(group.lengths) or len(group.targets) % 8 or not group.targets:
             raise BadFrame(f"P{rank} staged {len(group.targets)} bytes of targets and {len(group.lengths)} of lengths")

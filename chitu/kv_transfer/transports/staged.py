@@ -30,7 +30,6 @@ from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.transports.mapped import APART, as_array
 from chitu.kv_transfer.transports.segments import (
     Gatherer,
-    Group,
     HostArena,
     PieceCopier,
     Scatterer,
@@ -38,6 +37,7 @@ from chitu.kv_transfer.transports.segments import (
     StagedPeer,
     StagingArea,
     TargetSegments,
+    WriteGroup,
     decode,
     granted,
 )
@@ -237,7 +237,7 @@ class StagedTransport:
 
     def on_message(self, rank: int, incarnation: int, payload: bytes) -> None:
         message, scatterer = decode(payload), self.end.scatterer
-        if not isinstance(message, Group):
+        if not isinstance(message, WriteGroup):
             self.end.gatherer.on_message(incarnation, message)
         elif scatterer is not None:
             scatterer.on_message(rank, incarnation, message, self._send)

@@ -52,7 +52,7 @@ class MixerCut(NamedTuple):
     """Set if `norm` needs numbers of other ranks."""
 
 
-class _Part:
+class _MixerPart:
     """What is known of a mixer while its tensors are told apart."""
 
     def __init__(self, name: str, mixer: Any, tp_size: int, tp_rank: int) -> None:
@@ -109,13 +109,13 @@ def cut_of(name: str, mixer: nn.Module, tp_size: int, tp_rank: int) -> MixerCut:
     the kind of mixer, or one of its tensors, is not known."""
     for attributes, cut in KINDS.items():
         if all(hasattr(mixer, each) for each in attributes):
-            return cut(_Part(name, mixer, tp_size, tp_rank))
+            return cut(_MixerPart(name, mixer, tp_size, tp_rank))
     raise UnsupportedModel(
         f"{type(mixer).__name__} is served with tp_size 1 only: it is not known how the mixer {name!r} is cut"
     )
 
 
-def _delta_net(part: _Part) -> MixerCut:
+def _delta_net(part: _MixerPart) -> MixerCut:
     """Cut the mixer of Qwen3-Next and Qwen3.5."""
     m = part.mixer
     keys, values = Block(m.key_dim, m.num_k_heads), Block(m.value_dim, m.num_v_heads)
@@ -140,7 +140,7 @@ def _delta_net(part: _Part) -> MixerCut:
     )
 
 
-def _cut_by_key_heads(part: _Part, name: str, of_keys: tuple[int, ...], of_values: tuple[int, ...]) -> None:
+def _cut_by_key_heads(part: _MixerPart, name: str, of_keys: tuple[int, ...], of_values: tuple[int, ...]) -> None:
     """Cut a projection whose outputs lie by key head: what belongs to it (`of_keys`, in widths of a key), then, block
     by block, what belongs to each of its value heads (`of_values`)."""
     m = part.mixer
@@ -160,7 +160,7 @@ def _cut_by_key_heads(part: _Part, name: str, of_keys: tuple[int, ...], of_value
     part.cut_to(name, 0, start, parts)
 
 
-def _kimi_delta(part: _Part) -> MixerCut:
+def _kimi_delta(part: _MixerPart) -> MixerCut:
     m = part.mixer
     heads, of_heads = Block(m.qkv_dim, m.num_heads), Block(m.num_heads, m.num_heads)
     for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "g_b_proj.weight"):
@@ -176,7 +176,7 @@ def _kimi_delta(part: _Part) -> MixerCut:
     return part.done("o_proj", num_heads=part.share(*of_heads), qkv_dim=width, conv_dim=3 * width)
 
 
-def _mamba_2(part: _Part) -> MixerCut:
+def _mamba_2(part: _MixerPart) -> MixerCut:
     m = part.mixer
     inner, heads = Block(m.intermediate_size, m.num_heads), Block(m.num_heads, m.num_heads)
     group = Block(m.n_groups * m.ssm_state_size, m.n_groups)
@@ -208,7 +208,7 @@ def _mamba_2(part: _Part) -> MixerCut:
     return part.done("out_proj", norm=norm, **sizes)
 
 
-def _mamba_1(part: _Part) -> MixerCut:
+def _mamba_1(part: _MixerPart) -> MixerCut:
     """Cut the mixer of Jamba by channels. Time step, B and C are of all channels, so their projection is summed."""
     inner = Block(part.mixer.intermediate_size, part.mixer.intermediate_size)
     for name in ("in_proj.weight", "in_proj.bias"):
@@ -221,7 +221,7 @@ def _mamba_1(part: _Part) -> MixerCut:
     return part.done("x_proj", "out_proj", intermediate_size=part.share(*inner))
 
 
-def _short_convolution(part: _Part) -> MixerCut:
+def _short_convolution(part: _MixerPart) -> MixerCut:
     channels = Block(part.mixer.conv.out_channels, part.mixer.conv.out_channels)
     for name in ("in_proj.weight", "in_proj.bias"):
         part.cut(name, 0, channels, channels, channels)
@@ -232,7 +232,7 @@ def _short_convolution(part: _Part) -> MixerCut:
     return part.done("out_proj")
 
 
-KINDS: Final[dict[tuple[str, ...], Callable[[_Part], MixerCut]]] = {
+KINDS: Final[dict[tuple[str, ...], Callable[[_MixerPart], MixerCut]]] = {
     ("num_k_heads", "num_v_heads", "conv1d"): _delta_net,
     ("qkv_dim", "forget_gate", "conv1d"): _kimi_delta,
     ("n_groups", "ssm_state_size", "conv1d"): _mamba_2,
