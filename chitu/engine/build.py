@@ -49,7 +49,7 @@ from chitu.models.common import build_decoder, part_of
 from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.families import traits_of
-from chitu.models.layers import DecoderModel, Shard
+from chitu.models.layers import DecoderModel, Shard, Spread
 from chitu.models.lora import load_adapters
 from chitu.models.model import Model
 from chitu.models.weights import WeightSource
@@ -105,13 +105,15 @@ def load_model(
     window_state: bool = False,
     spec: ModelSpec | None = None,
     drafts: bool = False,
+    spread: Spread | None = None,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
-    `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spec`: what the
-    folder and these options give, if it is known. Without `ops`: the fastest implementation for this device and dtype.
-    Raises ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spread`: load
+    this rank's own experts alone. `spec`: what the folder and these options give, if it is known. Without `ops`: the
+    fastest implementation for this device and dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be
+    served, before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
@@ -125,7 +127,7 @@ def load_model(
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
             return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen)
-        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
+        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard, spread)
         if not adapters:
             return model
         part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
