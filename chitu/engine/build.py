@@ -126,7 +126,7 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen)
+            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen, spread)
         model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard, spread)
         if not adapters:
             return model

@@ -96,9 +96,18 @@ class ExpertGroup:
         """Begin a step in which the members compute rows of these sizes."""
         self._sizes = sizes
 
+    def own_part(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
+        own = self.own(num_experts)
+        place_TA = routes.experts_TA - own.start
+        row_P, at_P = ((place_TA >= 0) & (place_TA < len(own))).nonzero(as_tuple=True)
+        if not row_P.shape[0]:
+            return torch.zeros_like(x_TD)
+        pairs = Routes(place_TA[row_P, at_P].unsqueeze(1), routes.weights_TA[row_P, at_P].unsqueeze(1))
+        return _added(compute(x_TD[row_P].contiguous(), pairs), row_P, x_TD)
+
     def mixture(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
         if self._links is None:
-            return _own_sums(x_TD, routes, self.own(num_experts), compute)
+            return self.own_part(x_TD, routes, num_experts, compute)
         if len(self._sizes) != self._size or self._sizes[self._rank].rows != x_TD.shape[0]:
             raise Internal(f"{x_TD.shape[0]} rows of member {self._rank} in a step of a group with {self._sizes}")
         has_prompts = any(each.prompt_rows for each in self._sizes)
@@ -119,7 +128,7 @@ class ExpertGroup:
         real = real.to(x_TD.device)
         got = _unpacked(all_RC[real], x_TD.shape[1], routes)
         sums_RD = x_TD.new_zeros(all_RC.shape[0], x_TD.shape[1])
-        sums_RD[real] = _own_sums(*got, self.own(num_experts), compute)
+        sums_RD[real] = self.own_part(*got, num_experts, compute)
         return links.reduce_scatter(sums_RD)[:num_rows].clone()
 
     def _by_all_to_all(
@@ -137,7 +146,7 @@ class ExpertGroup:
         takes = links.all_to_all(sends.unsqueeze(1), ones, ones).flatten().tolist()
         counts = sends.tolist()
         got_GC = links.all_to_all(_packed(x_TD, routes)[row_S], counts, takes)
-        sums_GD = _own_sums(*_unpacked(got_GC, x_TD.shape[1], routes), self.own(num_experts), compute)
+        sums_GD = self.own_part(*_unpacked(got_GC, x_TD.shape[1], routes), num_experts, compute)
         back_SD = links.all_to_all(sums_GD, takes, counts)
         return _added(back_SD, row_S, x_TD)
 
@@ -154,16 +163,6 @@ def _unpacked(packed_GC: torch.Tensor, width: int, like: Routes) -> tuple[torch.
     half = behind.shape[1] // 2
     ids, weights = behind[:, :half].contiguous().view(torch.int32), behind[:, half:].contiguous().view(torch.float32)
     return x_GD, Routes(ids.to(like.experts_TA.dtype), weights.to(like.weights_TA.dtype))
-
-
-def _own_sums(x_GD: torch.Tensor, routes: Routes, own: range, compute: Compute) -> torch.Tensor:
-    """Return each row's weighted sum over the experts in `own`, zeros if it has none there."""
-    place_GA = routes.experts_TA - own.start
-    row_P, at_P = ((place_GA >= 0) & (place_GA < len(own))).nonzero(as_tuple=True)
-    if not row_P.shape[0]:
-        return torch.zeros_like(x_GD)
-    pairs = Routes(place_GA[row_P, at_P].unsqueeze(1), routes.weights_TA[row_P, at_P].unsqueeze(1))
-    return _added(compute(x_GD[row_P].contiguous(), pairs), row_P, x_GD)
 
 
 def _added(y_PD: torch.Tensor, row_P: torch.Tensor, like_TD: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,10 @@ class Spread(Protocol):
         """Return the experts of a layer that this rank holds."""
         ...
 
+    def own_part(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
+        """Return `[T, D]`: each row's weighted sum over this rank's own experts. No other rank has a part in it."""
+        ...
+
     def mixture(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
         """Return `[T, D]`, a new tensor: each row's weighted sum over the experts of all ranks of equal TP rank, the
         part of this TP rank. Collective: once for each layer with experts, by the ranks that lend, too."""

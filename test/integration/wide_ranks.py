@@ -95,6 +95,11 @@ Event = tuple[int, int, int]
 """A step, and the length of a prompt that begins in it and of its answer."""
 
 
+def plain_prompt(length: int, seed: int) -> list[int]:
+    """Return a prompt without special tokens."""
+    return [10 + token % 470 for token in make_prompt(length, seed)]
+
+
 class Script:
     """What a member does in each step: in every one each of its sequences takes its next chunk or decode."""
 
@@ -115,7 +120,7 @@ class Script:
             for at, (begins, length, count) in enumerate(self.events):
                 if begins == step:
                     slot = free.pop(0)
-                    admit.append(pages.admit(slot, make_prompt(length, self.seed + at), length + count))
+                    admit.append(pages.admit(slot, plain_prompt(length, self.seed + at), length + count))
                     pending[slot], left[slot] = list(chunks_of(slot, length, 37, sample=True)), count
                     number[slot] = at
             prefill = [chunks.pop(0) for chunks in pending.values() if chunks]
