@@ -151,6 +151,7 @@ class PDScheduler:
         else:
             self._begin_step()
         if self._launched is None and self._lockstep is not None and self._lockstep.must_step:
+            self._sync_step()  # steps are read in the order of their launches
             self._lockstep.lend()
             self._has_lent = True
         waited = self._pending if self._launched is None or self._core.settings.overlap else self._launched
@@ -216,6 +217,7 @@ class PDScheduler:
             if lockstep is None:
                 return weights
             self._offered = weights
+            self._sync_step()  # an offer may be a step
             lockstep.offer(offer_of(weights.age) if weights is not None else NO_OFFER)
             if not lockstep.is_agreed:
                 return None

@@ -321,11 +321,12 @@ class Lockstep(Protocol):
         ...
 
     def lend(self) -> None:
-        """Take part in a step of the others without rows of its own. Counts as no step."""
+        """Take part in a step of the others without rows of its own, to its end. No step is unread."""
         ...
 
     def offer(self, weights: int) -> None:
-        """Say whether this member may change its weights, and to which (`waves.offer_of`, or `NO_OFFER`)."""
+        """Say whether this member may change its weights, and to which (`waves.offer_of`, or `NO_OFFER`). No step is
+        unread."""
         ...
 
 

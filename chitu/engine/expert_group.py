@@ -61,12 +61,12 @@ class GroupLinks:
 
     def all_gather(self, x_RC: torch.Tensor) -> torch.Tensor:
         out = x_RC.new_empty(self.size * x_RC.shape[0], x_RC.shape[1])
-        dist.all_gather_into_tensor(out, x_RC.contiguous(), group=self._group)
+        dist.all_gather(list(out.chunk(self.size)), x_RC.contiguous(), group=self._group)
         return out
 
     def reduce_scatter(self, x_RC: torch.Tensor) -> torch.Tensor:
         out = x_RC.new_empty(x_RC.shape[0] // self.size, x_RC.shape[1])
-        dist.reduce_scatter_tensor(out, x_RC.contiguous(), group=self._group)
+        dist.reduce_scatter(out, list(x_RC.contiguous().chunk(self.size)), group=self._group)
         return out
 
     def all_to_all(self, x_RC: torch.Tensor, sends: Sequence[int], takes: Sequence[int]) -> torch.Tensor:

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 RING_AGAIN_S = 0.05
 """Pause before the bells ring again for a wave to which not all have come."""
 BELL_BYTES = 8
+ADDRESS_BYTES = 32
+"""Room for the address of a bell."""
 NOTHING = StepPlan()
 
 
@@ -113,7 +115,7 @@ class LockstepExecutor:
         return self._turn(plan, on_layer)
 
     def lend(self) -> None:
-        self._turn(NOTHING)  # it samples nothing: there is nothing to read
+        self._turn(NOTHING).result()
 
     def _turn(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with explaining():
@@ -147,7 +149,7 @@ class LockstepExecutor:
     def offer(self, weights: int) -> None:
         is_news, self._offer, self.is_agreed = weights not in (NO_OFFER, self._offer), weights, False
         if is_news:
-            self._turn(NOTHING)
+            self.lend()
 
     def forget(self, slots: Collection[int]) -> None:
         with explaining():
@@ -173,11 +175,31 @@ class GroupAgreement:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._out = torch.zeros(dist.get_world_size(group), len(Turn._fields), dtype=torch.int64)
+        self._said = [torch.zeros(len(Turn._fields), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
 
     def turns(self, mine: Turn) -> list[Turn]:
-        dist.all_gather_into_tensor(self._out, torch.tensor([mine]), group=self._group)
-        return [Turn(*numbers) for numbers in self._out.tolist()]
+        dist.all_gather(self._said, torch.tensor(mine), group=self._group)
+        return [Turn(*said.tolist()) for said in self._said]
+
+
+def join_lockstep(
+    inner: Executor, shapes: Shapes, group: dist.ProcessGroup, wake: Callable[[], None]
+) -> LockstepExecutor:
+    """Return the executor of a member. Collective. `group`: the main ranks of all members of one host, on CPUs; its
+    timeout bounds how long a member may keep the others waiting. `wake` wakes the step thread."""
+    wave, bells = Wave(), DatagramBells()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    found = [torch.zeros(ADDRESS_BYTES, dtype=torch.uint8) for _ in range(size)]
+    mine = torch.frombuffer(bytearray(bells.address.ljust(ADDRESS_BYTES, b" ")), dtype=torch.uint8)
+    dist.all_gather(found, mine, group=group)
+    addresses = [each.numpy().tobytes().rstrip(b" ") for each in found]
+
+    def hear(number: int) -> None:
+        wave.hear(number)
+        wake()
+
+    bells.listen([address for at, address in enumerate(addresses) if at != rank], hear)
+    return LockstepExecutor(inner, shapes, GroupAgreement(group), bells, wave)
 
 
 class DatagramBells:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from checkpoint_table import make_checkpoint
 from engine_checkpoints import FAMILIES, write_checkpoint
+from nursery import popen
 from support.checkpoints import ROWS
 from wide_ranks import Script, WideRanks, alone, ragged_script, worst_error
 
@@ -74,3 +78,22 @@ def test_experts_of_the_modules_of_transformers_are_spread_too(name: str, tmp_pa
     path.write_text(json.dumps(config))
     compare(tmp_path, 2)
     compare(tmp_path, 3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_compute_them_over_gloo_with_bells(size: int, tmp_path: Path) -> None:
+    folder, meeting = tmp_path / "model", tmp_path / "meeting"
+    write_checkpoint(folder, "qwen3_moe")
+    outputs = [tmp_path / f"output{rank}" for rank in range(size)]
+    members = []
+    for rank, output in enumerate(outputs):
+        with output.open("wb") as file:
+            argv = [sys.executable, "-m", "wide_process", str(rank), str(size), str(folder), str(meeting)]
+            members.append(popen(argv, env=dict(os.environ), stdout=file, stderr=file))
+    for member, output in zip(members, outputs, strict=True):
+        assert member.wait(60) == 0, output.read_text()
+    found = [torch.load(f"{meeting}.{rank}") for rank in range(size)]
+    assert worst_error(found, alone(folder, [ragged_script(rank) for rank in range(size)])) <= TOLERANCE
+    said = [[int(word) for word in output.read_text().split()] for output in outputs]
+    assert len({(computed + lent, empty) for _, computed, lent, empty in said}) == 1
+    assert said[1][2], "a member that was idle at the start has lent"

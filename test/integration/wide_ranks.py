@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from engine_checkpoints import PAGE_SIZE, Engine, GreedySampler, chunks_of, make_prompt
+from support.lockstep import Table
 from thread_ranks import Meeting, NoLifeline, ThreadRank
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Executor, StepHandle, StepPlan
 from chitu.engine.expert_group import ExpertGroup, Way
-from chitu.engine.lockstep import LockstepExecutor, Turn
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
-from chitu.engine.waves import Wave
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import Code, model_hash, read_model_spec
 
@@ -54,29 +53,6 @@ class ThreadLinks:
         parts = [each.split(size.tolist())[self.rank] for each, size in zip(found, sizes, strict=True)]
         assert [len(part) for part in parts] == list(takes)
         return torch.cat(parts)
-
-
-class ThreadAgreement:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
-
-    def turns(self, mine: Turn) -> list[Turn]:
-        return [Turn(*each.tolist()) for each in self.meeting.gather(self.rank, torch.tensor(mine))]
-
-
-class ThreadBells:
-    """Bells that ring once, at once."""
-
-    def __init__(self, waves: Sequence[Wave], rank: int) -> None:
-        self.others = [wave for at, wave in enumerate(waves) if at != rank]
-
-    def ring(self, wave: int) -> None:
-        for other in self.others:
-            other.hear(wave)
-
-    def silence(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RowsBySlot(GreedySampler):
@@ -170,7 +146,7 @@ class Member:
             )
             layout = kv_layout(wide.spec, PAGE_SIZE, "float32", wide.tp_size, model_hash(wide.path), "float32")
             self.models.append(model)
-            self.pools.append(KVPool(layout, 256, 0 if shard.rank else 8))
+            self.pools.append(KVPool(layout, 256, 0 if shard.rank else 8, num_state_slots=NUM_SLOTS + 1))
             sampler = None if shard.rank else self.sampler
             runners.append(ModelRunner(wide.spec, model, self.pools[-1], NUM_SLOTS, 1024, sampler, experts=experts))
         inner: Executor = runners[0]
@@ -181,12 +157,10 @@ class Member:
                 follower = threading.Thread(target=run_follower, args=(runner, shard, NoLifeline()), daemon=True)
                 follower.start()
                 self._followers.append(follower)
-        self.wave = wide.waves[data_rank]
-        agreement, bells = ThreadAgreement(wide.turns, data_rank), ThreadBells(wide.waves, data_rank)
-        self.executor = LockstepExecutor(inner, runners[0].shapes, agreement, bells, self.wave)
+        self.executor = wide.table.join(data_rank, inner, runners[0].shapes)
         self._free = list(range(256))
         random.Random(7).shuffle(self._free)
-        self._num_state_slots = 0
+        self._num_state_slots = self.pools[0].num_state_slots
         self.chosen: dict[int, int] = {}
 
     pages = Engine.pages
@@ -226,8 +200,7 @@ class WideRanks:
         self.path, self.tp_size, self.way, self.code = path, tp_size, way, code
         self.spec = read_model_spec(path, 1024, code)
         self.meetings = [Meeting(dp_size) for _ in range(tp_size)]
-        self.turns = Meeting(dp_size)
-        self.waves = [Wave() for _ in range(dp_size)]
+        self.table = Table(dp_size)
         self.members = [Member(self, rank) for rank in range(dp_size)]
 
     def run(self, scripts: Sequence[Script]) -> list[list[torch.Tensor]]:
@@ -244,7 +217,8 @@ class WideRanks:
                 member.lend_while(lambda: min(steps) < NEVER or member.executor.must_step)
             except BaseException as error:
                 errors.append(error)
-                for meeting in (*self.meetings, self.turns):
+                self.table.abort()
+                for meeting in self.meetings:
                     meeting.barrier.abort()
 
         pairs = zip(self.members, scripts, strict=True)
