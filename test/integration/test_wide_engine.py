@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from checkpoint_table import make_checkpoint
-from engine_checkpoints import FAMILIES, write_checkpoint
+from engine_checkpoints import write_checkpoint
 from nursery import popen
 from support.checkpoints import ROWS
-from wide_ranks import Script, WideRanks, alone, ragged_script, worst_error
+from wide_ranks import WideRanks, alone, ragged_script, worst_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

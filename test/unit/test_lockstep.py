@@ -98,9 +98,9 @@ def test_members_without_requests_lend_and_count_no_steps() -> None:
     group.wait(lambda: not any(wave.is_on for wave in group.table.waves))
     steps = group.members[0].scheduler.load.steps
     assert steps >= NUM_TOKENS and [member.scheduler.load.steps for member in group.members[1:]] == [0, 0]
-    assert [turn[0].prompt_rows + turn[0].decode_rows > 0 for turn in group.turns] == [True] * (len(group.turns) - 1) + [
-        False
-    ], "the first turn without rows ends the wave"
+    assert [turn[0].prompt_rows + turn[0].decode_rows > 0 for turn in group.turns] == [True] * (
+        len(group.turns) - 1
+    ) + [False], "the first turn without rows ends the wave"
     group.finish(2, group.ask(2))
     assert {turn[1].prompt_rows + turn[1].decode_rows for turn in group.turns} == {0}
     group.close()

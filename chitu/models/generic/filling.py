@@ -26,7 +26,6 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec
 from chitu.models.weights import WeightSource
 
-
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor of the model."""
 
@@ -122,9 +121,7 @@ def fill(
     weights.finish()
 
 
-def _load(
-    model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec, cut: Cut | None
-) -> Iterator[str]:
+def _load(model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec, cut: Cut | None) -> Iterator[str]:
     """Read all tensors of the text part. Yield the names of the model's tensors that are not in the checkpoint.
 
     The library renames tensors of published checkpoints and joins some (experts): its own table and operations are

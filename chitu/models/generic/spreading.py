@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chitu.errors import UnsupportedModel
+from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.layers import Compute, Spread
 from chitu.ops.interface import Routes
 
@@ -37,6 +37,9 @@ class SpreadExperts:
                 f"experts is spread: {architecture} has no experts that transformers calls with rows and their routes"
             )
         self._num_experts = {name: int(module.num_experts) for name, module in self._modules.items()}
+        for name, count in self._num_experts.items():
+            if not spread.own(count):
+                raise ConfigError(f"experts is spread: {name} has {count} experts, fewer than the group has ranks")
         self._lent: dict[str, tuple[torch.Tensor, Routes]] = {}
         """No rows, in the form in which each module gets rows."""
         self._computes: dict[str, Compute] = {}
