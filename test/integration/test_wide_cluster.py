@@ -53,9 +53,9 @@ def answers(cluster: LocalCluster, times: int = 1) -> list[list[int]]:
 
 
 def turns_of(cluster: LocalCluster, name: str) -> list[int]:
-    """Return how many steps a member has computed and lent, from its log."""
-    said = re.findall(r"(\d+) steps computed and (\d+) lent, in (\d+) waves", cluster.log(name))
-    return [int(number) for number in said[-1]]
+    """Return how many steps a member has computed and lent, and in how many waves, from its log."""
+    line = rf" {name} .*?(\d+) steps computed and (\d+) lent, in (\d+) waves"
+    return [int(number) for number in re.findall(line, cluster.logs("P0-P1"))[-1]]
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,74 @@ def test_members_that_share_experts_give_the_tokens_of_one_engine(
         began_s = time.monotonic()
         assert set(cluster.stop().values()) == {0}
         assert time.monotonic() - began_s < 30
+        turns = [turns_of(cluster, name) for name in ("P0", "P1")] if prefill is SPREAD else []
+        assert not turns or (turns[0][2] == turns[1][2] > 1 and sum(turns[0][:2]) == sum(turns[1][:2]))
+
+
+@pytest.fixture(scope="module")
+def cluster(folders: list[Path]) -> Iterator[LocalCluster]:
+    with started(folders[0], ["{devices: [cpu]}"], [SPREAD], restart=True) as made:
+        made.wait_ready(120)
+        yield made
+
+
+def test_the_first_token_of_a_group_at_rest_waits_for_no_timer(cluster: LocalCluster) -> None:
+    """The members' step threads sleep 100 ms at a time, and 32 first steps of waves would wait for that."""
+    complete_all(cluster.url, prompts_of((4,), 1), [GREEDY])
+    turns_s = []
+    for seed in range(12):
+        began_s = time.monotonic()
+        complete_all(cluster.url, prompts_of((4,), seed), [{**GREEDY, "max_tokens": 2}])
+        turns_s.append(time.monotonic() - began_s)
+        time.sleep(0.02)
+    assert min(turns_s) < 0.1
+
+
+def test_weights_change_on_all_members_under_load(
+    cluster: LocalCluster, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    secrets = derive(cluster_key_of(cluster.topology))
+    assert secrets is not None
+    headers = {"Authorization": f"Bearer {secrets.token}"}
+    for version in (1, 0):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(answers, cluster, 3)
+            reply = httpx.post(
+                f"{cluster.url}/admin/weights",
+                json={"path": str(folders[version])},
+                headers=headers,
+                trust_env=False,
+                timeout=60,
+            )
+            assert reply.status_code == 200 and reply.json()["missing"] == [], reply.text
+            assert all(
+                tokens in (expected[0][at % 4], expected[1][at % 4]) for at, tokens in enumerate(running.result())
+            )
+        assert answers(cluster) == expected[version]
+
+
+def test_a_member_that_is_killed_in_a_wave_takes_the_group_along_and_all_come_back(
+    cluster: LocalCluster, expected: list[list[list[int]]]
+) -> None:
+    before = up(cluster)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete_all, cluster.url, prompts_of((9, 9), 5), [{**GREEDY, "max_tokens": 300}] * 2)
+        time.sleep(0.3)
+        os.kill(cluster.pid("D1"), signal.SIGKILL)
+        wait_until(
+            lambda: len(now := up(cluster)) == 3 and now["D0"] != before["D0"], 60, lambda: f"{before} {up(cluster)}"
+        )
+        running.cancel()
+    after = up(cluster)
+    assert {name for name, number in after.items() if before[name] != number} == {"D0", "D1"}
+    assert answers(cluster) == expected[0]
+
+
+def test_a_member_that_drains_lends_until_the_others_are_done(
+    cluster: LocalCluster, expected: list[list[list[int]]]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(answers, cluster, 2)
+        client_of(cluster).drain("D1", force=True)
+        cluster.wait_exit("D0-D1", 60)
+        assert running.result() == expected[0] * 2
