@@ -84,18 +84,6 @@ def cluster(folders: list[Path]) -> Iterator[LocalCluster]:
         yield made
 
 
-def test_the_first_token_of_a_group_at_rest_waits_for_no_timer(cluster: LocalCluster) -> None:
-    """The members' step threads sleep 100 ms at a time, and 32 first steps of waves would wait for that."""
-    complete_all(cluster.url, prompts_of((4,), 1), [GREEDY])
-    turns_s = []
-    for seed in range(12):
-        began_s = time.monotonic()
-        complete_all(cluster.url, prompts_of((4,), seed), [{**GREEDY, "max_tokens": 2}])
-        turns_s.append(time.monotonic() - began_s)
-        time.sleep(0.02)
-    assert min(turns_s) < 0.1
-
-
 def test_weights_change_on_all_members_under_load(
     cluster: LocalCluster, folders: list[Path], expected: list[list[list[int]]]
 ) -> None:

@@ -17,6 +17,7 @@ from thread_ranks import Meeting, NoLifeline, ThreadRank
 from chitu.engine.build import load_model
 from chitu.engine.executor import Executor, StepHandle, StepPlan
 from chitu.engine.expert_group import ExpertGroup, Way
+from chitu.engine.lockstep import Turn
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
@@ -135,7 +136,7 @@ class Member:
         self.links = [ThreadLinks(wide.meetings[rank], data_rank) for rank in range(wide.tp_size)]
         self.models, self.pools, runners = [], [], []
         for shard, links in zip(shards, self.links, strict=True):
-            experts = ExpertGroup(links, shard.rank, wide.tp_size, wide.way)
+            experts = ExpertGroup(links if links.size > 1 else None, shard.rank, wide.tp_size, wide.way)
             model = load_model(
                 wide.path,
                 "float32",
@@ -200,7 +201,8 @@ class WideRanks:
         self.path, self.tp_size, self.way, self.code = path, tp_size, way, code
         self.spec = read_model_spec(path, 1024, code)
         self.meetings = [Meeting(dp_size) for _ in range(tp_size)]
-        self.table = Table(dp_size)
+        self.turns: list[list[Turn]] = []
+        self.table = Table(dp_size, self.turns.append)
         self.members = [Member(self, rank) for rank in range(dp_size)]
 
     def run(self, scripts: Sequence[Script]) -> list[list[torch.Tensor]]:
