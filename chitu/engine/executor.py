@@ -163,7 +163,7 @@ class Draft(PlanPart, frozen=True):
     tokens: tuple[int, ...]
 
 
-class Sizes(PlanPart, frozen=True):
+class StepSizes(PlanPart, frozen=True):
     """Rows of one member of a group that shares experts, in one step."""
 
     prompt_rows: int = 0
@@ -194,15 +194,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Slots that decode: each feeds its newest token at position kv_len and samples the next one."""
     drafts: list[Draft] = []
     """Of some slots in `decode`, in its order. Such a step is read before the next one is launched."""
-    sizes: list[Sizes] = []
+    sizes: list[StepSizes] = []
     """What each member of a group that shares experts computes in this step (`lockstep.py`); empty unless one of them
     computes rows. A member without rows lends its experts to the others."""
 
     @property
-    def rows(self) -> Sizes:
+    def rows(self) -> StepSizes:
         """Rows that this plan computes."""
         num_drafted = sum([len(draft.tokens) for draft in self.drafts])
-        return Sizes(sum([chunk.length for chunk in self.prefill]), len(self.decode) + num_drafted)
+        return StepSizes(sum([chunk.length for chunk in self.prefill]), len(self.decode) + num_drafted)
 
 
 class StepResult(msgspec.Struct, array_like=True):

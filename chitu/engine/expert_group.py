@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from chitu.config.tensor_parallel import share_of
-from chitu.engine.executor import Sizes
+from chitu.engine.executor import StepSizes
 from chitu.errors import Internal
 from chitu.models.layers import Compute
 from chitu.ops.interface import Routes
@@ -83,7 +83,7 @@ class ExpertGroup:
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._way = way
         self._rank, self._size = (links.rank, links.size) if links is not None else (0, 1)
-        self._sizes: Sequence[Sizes] = ()
+        self._sizes: Sequence[StepSizes] = ()
 
     def own(self, num_experts: int) -> range:
         return self._held_by(self._rank, num_experts)
@@ -92,7 +92,7 @@ class ExpertGroup:
         """Return the experts of the rank of this TP rank in a member."""
         return share_of(num_experts, self._size * self._tp_size, data_rank * self._tp_size + self._tp_rank)
 
-    def begin(self, sizes: Sequence[Sizes]) -> None:
+    def begin(self, sizes: Sequence[StepSizes]) -> None:
         """Begin a step in which the members compute rows of these sizes."""
         self._sizes = sizes
 

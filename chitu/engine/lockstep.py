@@ -31,10 +31,10 @@ from chitu.engine.executor import (
     ExecutorInfo,
     LayerCallback,
     Shapes,
-    Sizes,
     StepHandle,
     StepPlan,
     StepResult,
+    StepSizes,
     run_warmup,
 )
 from chitu.engine.process_watch import explaining
@@ -128,7 +128,7 @@ class LockstepExecutor:
                 return DoneStep(StepResult([], []))
             return self._inner.launch(plan, on_layer)
 
-    def _agree(self, mine: Sizes) -> list[Sizes]:
+    def _agree(self, mine: StepSizes) -> list[StepSizes]:
         """Begin a turn, and return what each member computes in it."""
         wave = self._wave
         if wave.enter():
@@ -138,7 +138,7 @@ class LockstepExecutor:
         if len({turn.wave for turn in turns}) > 1:
             raise Internal(f"the members of a group are in different waves: {turns}")
         self.is_agreed = self._offer != NO_OFFER and all(turn.weights == self._offer for turn in turns)
-        sizes = [Sizes(turn.prompt_rows, turn.decode_rows) for turn in turns]
+        sizes = [StepSizes(turn.prompt_rows, turn.decode_rows) for turn in turns]
         has_rows = any(each.rows for each in sizes)
         wave.end_turn(has_rows)
         self.counts.computed += mine.rows > 0

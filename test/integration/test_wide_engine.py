@@ -18,7 +18,7 @@ from thread_ranks import Meeting
 from wide_ranks import Member, ThreadLinks, WideRanks, alone, ragged_script, worst_error
 
 from chitu.engine.build import load_model
-from chitu.engine.executor import Shapes, Sizes
+from chitu.engine.executor import Shapes, StepSizes
 from chitu.engine.expert_group import ExpertGroup
 from chitu.errors import Internal, UnsupportedModel
 from chitu.ops.interface import Routes
@@ -135,7 +135,7 @@ def test_padding_is_not_computed_whatever_it_holds() -> None:
             found[1:3, :1] = torch.nan  # the row; its experts are 0, which rank 0 has
             return found
 
-    meeting, sizes = Meeting(2), [Sizes(decode_rows=1), Sizes(decode_rows=3)]
+    meeting, sizes = Meeting(2), [StepSizes(decode_rows=1), StepSizes(decode_rows=3)]
 
     def work(rank: int) -> torch.Tensor:
         def compute(x_TD: torch.Tensor, routes: Routes) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_padding_is_not_computed_whatever_it_holds() -> None:
 
 def test_a_step_of_other_sizes_than_agreed_is_refused(tmp_path: Path) -> None:
     group = ExpertGroup(ThreadLinks(Meeting(2), 0))
-    group.begin([Sizes(decode_rows=1), Sizes(decode_rows=1)])
+    group.begin([StepSizes(decode_rows=1), StepSizes(decode_rows=1)])
     routes = Routes(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
     with pytest.raises(Internal, match="2 rows of member 0"):
         group.mixture(torch.zeros(2, 4), routes, 4, lambda x, routes: x)

@@ -14,7 +14,7 @@ from support.executors import FakeExecutor
 from support.lockstep import PATIENCE_S, Table
 from support.requests import unified_request
 
-from chitu.engine.executor import Draft, PrefillChunk, Sizes, StepPlan
+from chitu.engine.executor import Draft, PrefillChunk, StepPlan, StepSizes
 from chitu.engine.lockstep import Turn
 from chitu.errors import Internal
 from chitu.protocol import SamplingParams, pack_i32
@@ -195,4 +195,4 @@ def test_a_step_that_raises_ends_the_group() -> None:
 
 def test_sizes_count_the_rows_of_drafts() -> None:
     plan = StepPlan(prefill=[PrefillChunk(0, 0, 7), PrefillChunk(1, 3, 2)], decode=[2, 3], drafts=[Draft(3, (5, 6))])
-    assert plan.rows == Sizes(9, 4)
+    assert plan.rows == StepSizes(9, 4)
