@@ -14,6 +14,7 @@ from checkpoint_table import make_checkpoint
 from engine_checkpoints import write_checkpoint
 from nursery import popen
 from support.checkpoints import ROWS
+from test_lora import make_base
 from thread_ranks import Meeting
 from wide_ranks import Member, ThreadLinks, WideRanks, alone, ragged_script, worst_error
 
@@ -86,6 +87,17 @@ def test_two_members_of_two_tp_ranks_compute_them(family: str, tmp_path: Path) -
     wide = compare(tmp_path, 2, 2)
     held = [layer.mlp.experts.num_experts for model in wide.members[1].models for layer in model.layers[2:]]
     assert held == [2, 2]
+
+
+def test_rows_with_lora_adapters_pass_the_same_experts(tmp_path: Path) -> None:
+    adapted = make_base(tmp_path, "qwen3_moe").source
+    scripts = [ragged_script(rank) for rank in range(2)]
+    for tp_size in (1, 2):
+        wide = WideRanks(adapted.folder, 2, tp_size, adapted=adapted)
+        found = wide.run(scripts)
+        wide.close()
+        assert worst_error(found, alone(adapted.folder, scripts, adapted)) <= TOLERANCE
+    assert worst_error(found, alone(adapted.folder, scripts)) > TOLERANCE
 
 
 @pytest.mark.parametrize("way", ["gather", "all_to_all"])

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from checkpoint_table import Adapted
 from engine_checkpoints import PAGE_SIZE, Engine, GreedySampler, chunks_of, make_prompt
 from support.lockstep import Table
 from thread_ranks import Meeting, NoLifeline, ThreadRank
@@ -23,7 +25,8 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
-from chitu.models.config import Code, model_hash, read_model_spec
+from chitu.models.adapters import hashes_of, read_adapters
+from chitu.models.config import model_hash, read_model_spec
 
 PATIENCE_S = 60.0
 NUM_SLOTS = 8
@@ -142,10 +145,11 @@ class Member:
                 "float32",
                 max_model_len=1024,
                 shard=shard if wide.tp_size > 1 else None,
-                code=wide.code,
+                adapters=wide.adapters,
                 spread=experts,
             )
             layout = kv_layout(wide.spec, PAGE_SIZE, "float32", wide.tp_size, model_hash(wide.path), "float32")
+            layout = msgspec.structs.replace(layout, adapters=hashes_of(wide.adapters))
             self.models.append(model)
             self.pools.append(KVPool(layout, 256, 0 if shard.rank else 8, num_state_slots=NUM_SLOTS + 1))
             sampler = None if shard.rank else self.sampler
@@ -162,7 +166,7 @@ class Member:
         self._free = list(range(256))
         random.Random(7).shuffle(self._free)
         self._num_state_slots = self.pools[0].num_state_slots
-        self.chosen: dict[int, int] = {}
+        self.chosen = wide.chosen
 
     pages = Engine.pages
     admit = Engine.admit
@@ -197,9 +201,14 @@ class Member:
 class WideRanks:
     """All members."""
 
-    def __init__(self, path: Path, dp_size: int, tp_size: int = 1, way: Way = "auto", code: Code = "auto") -> None:
-        self.path, self.tp_size, self.way, self.code = path, tp_size, way, code
-        self.spec = read_model_spec(path, 1024, code)
+    def __init__(
+        self, path: Path, dp_size: int, tp_size: int = 1, way: Way = "auto", adapted: Adapted | None = None
+    ) -> None:
+        """`adapted`: LoRA adapters, and the slots that have one."""
+        self.path, self.tp_size, self.way = path, tp_size, way
+        self.spec = read_model_spec(path, 1024)
+        self.adapters = read_adapters(adapted.adapters, self.spec, path) if adapted is not None else []
+        self.chosen = adapted.chosen if adapted is not None else {}
         self.meetings = [Meeting(dp_size) for _ in range(tp_size)]
         self.turns: list[list[Turn]] = []
         self.table = Table(dp_size, self.turns.append)
@@ -239,12 +248,13 @@ class WideRanks:
             member.close()
 
 
-def alone(path: Path, scripts: Sequence[Script], code: Code = "auto") -> list[list[torch.Tensor]]:
+def alone(path: Path, scripts: Sequence[Script], adapted: Adapted | None = None) -> list[list[torch.Tensor]]:
     """Return the logits of the same scripts on one rank that has all experts."""
     results = []
     for script in scripts:
         sampler = RowsBySlot()
-        engine = Engine(path, sampler=sampler, code=code)
+        engine = Engine(path, sampler=sampler, adapters=adapted.adapters if adapted is not None else {})
+        engine.chosen = adapted.chosen if adapted is not None else {}
         results.append(script.run(engine, engine.runner.launch, sampler))
     return results
 
