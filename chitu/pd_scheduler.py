@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
+from chitu.engine.waves import NO_OFFER, offer_of
 from chitu.errors import Internal, InvalidRequest, RoleChanged
 from chitu.instance.core import InstanceCore
 from chitu.instance.pace import StepWork
@@ -27,6 +28,7 @@ from chitu.instance.roles import InstanceRole, Step
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceState
 from chitu.instance.step_faults import StepFaults
 from chitu.protocol import LoadReport, SchedulerMessage
+from chitu.protocol.weights import Weights
 from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class PDScheduler:
         self._role = role
         self._load = role.load
         self._executor = core.engine.executor
+        self._lockstep = core.engine.lockstep
         self._cache = core.engine.cache
         self._tokens = core.tokens
         self._clock = core.clock
@@ -78,6 +81,10 @@ class PDScheduler:
         self._pending: _LaunchedStep | None = None
         self._launched: _LaunchedStep | None = None
         """The step of the present turn, between `begin` and `end`."""
+        self._has_lent = False
+        """Whether the present turn only lent experts to other members of the group."""
+        self._offered: Weights | None = None
+        """Weights to which this member of a group may change, once all others may."""
         self._steps_before = 0
         self._planned_s = self._read_s = 0.0
         """When the newest step was planned, and when the newest one that is done was read."""
@@ -137,12 +144,16 @@ class PDScheduler:
         self._take_transfer_events()
         if not self.weights.is_settled:
             self._turn_weights()
-        self._launched = None
+        self._launched, self._has_lent = None, False
         if self.weights.freezes:
             if self._frozen_since_s is None:
                 self._frozen_since_s = self._clock.monotonic()
         else:
             self._begin_step()
+        if self._launched is None and self._lockstep is not None and self._lockstep.must_step:
+            self._sync_step()  # steps are read in the order of their launches
+            self._lockstep.lend()
+            self._has_lent = True
         waited = self._pending if self._launched is None or self._core.settings.overlap else self._launched
         return waited.handle if waited is not None else None
 
@@ -162,14 +173,14 @@ class PDScheduler:
         elif not self._is_checked and self._frozen_since_s is None and self.is_idle:
             self._check_idle_soon()
         self._load.report()
-        return worked
+        return worked or self._has_lent
 
     def _begin_step(self) -> None:
         if self._frozen_since_s is not None:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
         self._ends.expire()
-        if self._faults.must_check:
+        if self._faults.must_check and self._offered is None:  # which takes several steps
             self._sync_step()
             self._faults.check_device()
         if self._pending is not None and self._pending.drafted:
@@ -181,8 +192,8 @@ class PDScheduler:
     def _turn_weights(self) -> None:
         """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
         change is mixed."""
-        weights = self.weights.turn()
-        if weights is None or not (weights.goes_on_from(self.weights.serves) or self.is_done):
+        weights = self._due_weights()
+        if weights is None:
             return
         self._sync_step()
         fingerprint = self.weights.change(weights)
@@ -194,6 +205,25 @@ class PDScheduler:
                     self._ends.send_tokens(sequence)
             self._tokens.flush(self._clock.monotonic())  # what was computed so far is still of the old ones
             self._tokens.note_weights(weights.model_hash)
+
+    def _due_weights(self) -> Weights | None:
+        """Return the weights to change to now. A member of a group offers to, and changes together with all others: to
+        what it has offered, whatever the cluster wants by then."""
+        lockstep = self._lockstep
+        if self._offered is None or lockstep is None or not lockstep.is_agreed:
+            weights = self.weights.turn()
+            if weights is not None and not (weights.goes_on_from(self.weights.serves) or self.is_done):
+                weights = None
+            if lockstep is None:
+                return weights
+            self._offered = weights
+            self._sync_step()  # an offer may be a step
+            lockstep.offer(offer_of(weights.age) if weights is not None else NO_OFFER)
+            if not lockstep.is_agreed:
+                return None
+        offered, self._offered = self._offered, None
+        lockstep.offer(NO_OFFER)
+        return offered
 
     def close(self) -> None:
         """Read the step in flight, so that nothing computes any longer. After all turns."""

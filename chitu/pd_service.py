@@ -332,7 +332,8 @@ class PDSchedulerService:
             self._is_warm.set()
             return
         self._is_warm.set()  # not behind any other error, which ends the process
-        while not self._stop_step.is_set():
+        lockstep = self._engine.lockstep
+        while not self._stop_step.is_set() or (lockstep is not None and lockstep.must_step):
             is_busy = self._scheduler.step()
             if self._next is not None and self._scheduler.is_idle:
                 self._begin(self._next)

@@ -282,6 +282,9 @@ class InstanceConfig(Section, frozen=True):
     """Number of ranks (tensor parallelism)."""
     dp_size: Parallel = 1
     """Members that share the experts; each has `tp_size` devices, and pages of its own."""
+    experts: Literal["cut", "spread"] = "cut"
+    """How the experts of a mixture are divided. `cut`: each of the `tp_size` ranks has a part of every expert.
+    `spread`: each of the `dp_size` x `tp_size` ranks has whole experts of its own, and the members step together."""
     threads: Parallel | None = None
     """CPU threads of this instance, of each member in a group; overrides `scheduler.threads`."""
     num_pages: Positive | None = None

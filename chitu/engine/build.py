@@ -21,11 +21,13 @@ from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, computes_prompts, threads_of
+from chitu.engine.expert_group import ExpertGroup, GroupLinks
 from chitu.engine.memory_budget import (
     DeviceMemory,
     HostMemory,
     PoolPlan,
     available_cpu_bytes,
+    expert_problems,
     kv_dtype_of,
     kv_layout,
     num_pages_asked,
@@ -49,7 +51,7 @@ from chitu.models.common import build_decoder, part_of
 from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.families import traits_of
-from chitu.models.layers import DecoderModel, Shard
+from chitu.models.layers import DecoderModel, Shard, Spread
 from chitu.models.lora import load_adapters
 from chitu.models.model import Model
 from chitu.models.weights import WeightSource
@@ -105,13 +107,15 @@ def load_model(
     window_state: bool = False,
     spec: ModelSpec | None = None,
     drafts: bool = False,
+    spread: Spread | None = None,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
-    `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spec`: what the
-    folder and these options give, if it is known. Without `ops`: the fastest implementation for this device and dtype.
-    Raises ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spread`: load
+    this rank's own experts alone. `spec`: what the folder and these options give, if it is known. Without `ops`: the
+    fastest implementation for this device and dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be
+    served, before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
@@ -124,8 +128,8 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen)
-        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
+            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen, spread)
+        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard, spread)
         if not adapters:
             return model
         part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
@@ -207,14 +211,15 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     torch.set_num_threads(threads)
     target = _target(topology, instance, tp_rank)
     config, path = instance.config, topology.model.path
-    groups = groups_of_rank(config.dp_size, config.tp_size, instance.data_rank, tp_rank, target.device)
-    group = groups.tp
+    sizes, is_spread = (config.dp_size, config.tp_size), config.experts == "spread"
+    groups = groups_of_rank(*sizes, instance.data_rank, tp_rank, target.device, is_spread)
+    group, experts = groups.tp, _experts(target, groups)
     # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     _require_memory(target)
     progress.state("loading")
     stamp = weights_stamp(path)
-    model = _load(target, group, progress.loading)
+    model = _load(target, group, experts, progress.loading)
     plan = _plan(target)
     if group is not None:
         plan = replace(
@@ -222,7 +227,16 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             num_pages=group.smallest(plan.num_pages),
             num_states=group.smallest(plan.num_states) if target.layout.state else 0,
         )
-    return _assemble(target, plan, model, groups, threads, stamp)
+    return _assemble(target, plan, model, groups, experts, threads, stamp)
+
+
+def _experts(target: _Target, groups: RankGroups) -> ExpertGroup | None:
+    """Return the ranks among which experts are spread; None if they are not."""
+    config, members = target.instance.config, groups.members
+    if config.experts == "cut" or config.num_devices == 1:
+        return None
+    shared = members.compute if members is not None else None
+    return ExpertGroup(GroupLinks(shared) if shared is not None else None, target.tp_rank, config.tp_size)
 
 
 def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
@@ -241,7 +255,7 @@ def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
     layout = kv_layout(spec, cache.page_size, kv_dtype, instance.config.tp_size, model_hash(path, spec.code), dtype)
     adapters = tuple(read_adapters(topology.model.adapters, spec, path))
     layout = msgspec.structs.replace(layout, adapters=hashes_of(adapters))
-    for problem in state_problems(topology, spec, [instance]):
+    for problem in (*state_problems(topology, spec, [instance]), *expert_problems(spec, [instance])):
         raise ConfigError(problem)
     return _Target(topology, instance, tp_rank, device, spec, dtype, kv_dtype, layout, adapters)
 
@@ -258,7 +272,9 @@ def _require_memory(target: _Target) -> None:
         raise ConfigError(too_large(num_pages_key(instance), [instance.name], needed_bytes, free_bytes, page_bytes))
 
 
-def _load(target: _Target, group: RankGroup | None, loading: Callable[[int, int], None]) -> Model:
+def _load(
+    target: _Target, group: RankGroup | None, experts: ExpertGroup | None, loading: Callable[[int, int], None]
+) -> Model:
     """Read the weights and adapters. Raises Internal if an adapter is not the one that the layout names."""
     config, spec, dtype = target.topology.model, target.spec, TORCH_DTYPES[target.dtype]
     model = load_model(
@@ -270,6 +286,7 @@ def _load(target: _Target, group: RankGroup | None, loading: Callable[[int, int]
         shard=group,
         adapters=target.adapters,
         spec=spec,
+        spread=experts,
     )
     if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")
@@ -292,6 +309,7 @@ def _assemble(
     plan: PoolPlan,
     model: Model,
     groups: RankGroups,
+    experts: ExpertGroup | None,
     threads: int,
     stamp: tuple[tuple[object, ...], ...],
 ) -> RankEngine:
@@ -301,9 +319,9 @@ def _assemble(
     path, num_slots = topology.model.path, topology.scheduler.max_running_requests
     # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
     # would need state rows of their own. The attention of `models/generic` would read the longest sequence's pages.
-    # Sparse attention reads as many positions as the longest sequence has.
+    # Sparse attention reads as many positions as the longest sequence has. Spread experts exchange rows of any number.
     is_sparse = spec.latent is not None and spec.latent.index is not None
-    is_own = spec.code == "own" and not is_sparse
+    is_own = spec.code == "own" and not is_sparse and experts is None
     is_recorded = device.type == "cuda" and group is None and not layout.state and is_own
     recording = Recording.of(CudaRecorder(device), computes_prompts(topology, role)) if is_recorded else None
     pool = KVPool(
@@ -331,8 +349,8 @@ def _assemble(
         topology, target.instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0
     )
     mtp_tokens = topology.scheduler.mtp_tokens
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts, mtp_tokens)
-    weights = RankWeights(_weights_source(target, model, group), runner)
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts, mtp_tokens, experts)
+    weights = RankWeights(_weights_source(target, model, group, experts), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
 
 
@@ -352,7 +370,9 @@ def _longest(target: _Target, num_pages: int) -> int:
     return longest
 
 
-def _weights_source(target: _Target, model: Model, group: RankGroup | None) -> WeightsSource:
+def _weights_source(
+    target: _Target, model: Model, group: RankGroup | None, experts: ExpertGroup | None
+) -> WeightsSource:
     """Return what reads other weights beside those that serve, into host memory."""
     spec = target.spec
     # Others have their own operations.
@@ -369,6 +389,7 @@ def _weights_source(target: _Target, model: Model, group: RankGroup | None) -> W
             code=spec.code,
             window_state=target.window_state,
             drafts=spec.has_draft_layer,
+            spread=experts,
         )
 
     path = target.topology.model.path

@@ -163,6 +163,17 @@ class Draft(PlanPart, frozen=True):
     tokens: tuple[int, ...]
 
 
+class StepSizes(PlanPart, frozen=True):
+    """Rows of one member of a group that shares experts, in one step."""
+
+    prompt_rows: int = 0
+    decode_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.prompt_rows + self.decode_rows
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One step. The executor processes the fields in this order."""
 
@@ -183,6 +194,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Slots that decode: each feeds its newest token at position kv_len and samples the next one."""
     drafts: list[Draft] = []
     """Of some slots in `decode`, in its order. Such a step is read before the next one is launched."""
+    sizes: list[StepSizes] = []
+    """What each member of a group that shares experts computes in this step (`lockstep.py`); empty unless one of them
+    computes rows. A member without rows lends its experts to the others."""
+
+    @property
+    def rows(self) -> StepSizes:
+        """Rows that this plan computes."""
+        num_drafted = sum([len(draft.tokens) for draft in self.drafts])
+        return StepSizes(sum([chunk.length for chunk in self.prefill]), len(self.decode) + num_drafted)
 
 
 class StepResult(msgspec.Struct, array_like=True):
@@ -285,6 +305,29 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Lockstep(Protocol):
+    """The steps of a member of a group that shares experts (`lockstep.py`). Step thread only."""
+
+    @property
+    def must_step(self) -> bool:
+        """Whether the other members wait for this one: the next turn takes a step, or lends."""
+        ...
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether every member has offered to change to the same weights: change before the next step."""
+        ...
+
+    def lend(self) -> None:
+        """Take part in a step of the others without rows of its own, to its end. No step is unread."""
+        ...
+
+    def offer(self, weights: int) -> None:
+        """Say whether this member may change its weights, and to which (`waves.offer_of`, or `NO_OFFER`). No step is
+        unread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from chitu.config.devices import CPU, dtype_on, gpu_index, is_gpu
-from chitu.config.schema import CacheConfig, Topology
+from chitu.config.schema import CacheConfig, InstanceConfig, Topology
 from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, find_instance, instances_on
@@ -49,6 +49,8 @@ CONTEXT_BYTES = 1 << 30
 GIB = 1 << 30
 MIN_LOADED_SHARE = 0.9
 """Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
+EXCHANGED_COPIES = 4
+"""Copies of a row of another member that are in memory at once: as it came, as it is computed, its sums."""
 MIN_CONTEXT_TOKENS = 512
 """Warn of a pool that holds fewer tokens than this and than the model takes: it is probably a mistake."""
 SLOT_TOKEN_BYTES = 32
@@ -184,6 +186,33 @@ def state_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance]
             yield f"{instance.key}.tp_size is {instance.config.tp_size}, but {why}"
 
 
+def expert_problems(spec: ModelSpec, here: Sequence[Instance]) -> Iterator[str]:
+    """Yield error texts on experts that cannot be spread. Of a model that the library computes, loading finds out."""
+    for instance in here:
+        config = instance.config
+        if config.experts == "cut" or spec.code != "own":
+            continue
+        if spec.experts is None:
+            yield f"{instance.key}.experts is spread, but {spec.architecture} has no experts"
+        elif spec.experts.num_experts < config.num_devices:
+            yield (
+                f"{instance.key}.experts is spread, but a layer has {spec.experts.num_experts} experts for the "
+                f"{config.num_devices} ranks of {instance.key} (dp_size x tp_size)"
+            )
+
+
+def held_share(spec: ModelSpec, num_weights: int, config: InstanceConfig) -> float:
+    """Return the share of a checkpoint's weights that all ranks of one instance hold together. Of a model that the
+    library computes, at least that much."""
+    if config.experts == "cut" or config.dp_size == 1 or not num_weights:
+        return 1.0
+    experts = spec.experts
+    if experts is None:
+        return 1 / config.dp_size
+    count = len(experts.layers) * experts.num_experts * 3 * experts.intermediate_size * spec.hidden_size
+    return 1 - min(1.0, count / num_weights) * (1 - 1 / config.dp_size)
+
+
 def weight_problems(
     topology: Topology,
     spec: ModelSpec,
@@ -204,20 +233,22 @@ def weight_problems(
     names = ", ".join(item.name for item in on_cpus)
     wide = num_weights * ITEM_BYTES[dtype]
     each = min(wide, cpu_bytes or wide) if dtype == "float32" else wide  # the kernels compute in float32
-    if MIN_LOADED_SHARE * each * len(on_cpus) > available_bytes:
-        half = num_weights * ITEM_BYTES["bfloat16"] * len(on_cpus)
-        fits_in_half = dtype == "float32" and half < each * len(on_cpus) and MIN_LOADED_SHARE * half <= available_bytes
+    together = sum(held_share(spec, num_weights, item.config) for item in on_cpus)
+    if MIN_LOADED_SHARE * each * together > available_bytes:
+        half = num_weights * ITEM_BYTES["bfloat16"] * together
+        fits_in_half = dtype == "float32" and half < each * together and MIN_LOADED_SHARE * half <= available_bytes
         form = dtype if each == wide else f"{dtype}, or as small as stored"
         yield (
-            f"the weights would have {each / GIB:.1f} GiB ({form}) in each of {names} on CPUs, "
-            f"{each * len(on_cpus) / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
+            f"the weights would have {each * together / len(on_cpus) / GIB:.1f} GiB ({form}) in each of {names} on "
+            f"CPUs, {each * together / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
             "free: use GPUs, fewer instances on this host, a smaller model"
             + (f", or model.dtype=bfloat16 ({half / GIB:.1f} GiB together)" if fits_in_half else "")
         )
     dtype = dtype_on("cuda", topology.model.dtype, spec.dtype)
     for index, total_bytes in cards.items():
         on_it = [item for item in here if any(is_gpu(d) and gpu_index(d) == index for d in item.config.devices)]
-        needed = sum(num_weights * ITEM_BYTES[dtype] // item.config.tp_size for item in on_it)
+        shares = [held_share(spec, num_weights, item.config) / item.config.tp_size for item in on_it]
+        needed = num_weights * ITEM_BYTES[dtype] * sum(shares)
         fraction = topology.cache.memory_fraction or GPU_FRACTION
         fraction = max([fraction, *(item.config.memory_fraction or 0.0 for item in on_it)])
         if MIN_LOADED_SHARE * needed > fraction * total_bytes:
@@ -337,12 +368,20 @@ def share_of_device(topology: Topology, instance: Instance, device: str) -> floa
 
 
 def reserve_bytes(
-    spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, max_model_len: int, tp_size: int = 1
+    spec: ModelSpec,
+    itemsize: int,
+    max_rows: int,
+    num_slots: int,
+    max_model_len: int,
+    tp_size: int = 1,
+    num_sharing: int = 1,
 ) -> int:
     """Return the most bytes that steps need besides weights and pages: activations of `max_rows` rows, float32 logits
-    of all slots in a recorded step and in a sampler that sorts them, and the state of each slot."""
+    of all slots in a recorded step and in a sampler that sorts them, and the state of each slot. `num_sharing`: members
+    of a group whose rows pass the experts of each rank."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
+    width += EXCHANGED_COPIES * (num_sharing - 1) * spec.hidden_size
     logits = num_slots * spec.vocab_size * (4 * 4 + 2 * 8)
     counts = spec.vocab_size * 4
     edits = (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(spec.eos_token_ids) + MAX_ALLOWED_TOKEN_IDS) * EDIT_BYTES
@@ -423,7 +462,8 @@ def plan_pool(
     device = find_instance(topology, role, instance.engine_rank).config.devices[tp_rank]
     share = share_of_device(topology, instance, device)
     tp_size = instance.config.tp_size
-    reserve = reserve_bytes(spec, ITEM_BYTES[model_dtype], rows, num_slots, spec.max_model_len, tp_size)
+    num_sharing = instance.config.dp_size if instance.config.experts == "spread" else 1
+    reserve = reserve_bytes(spec, ITEM_BYTES[model_dtype], rows, num_slots, spec.max_model_len, tp_size, num_sharing)
     pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
     num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
     aux_bytes, state_bytes = num_aux_slots * aux_row_bytes(layout.aux_numbers), num_states * row_bytes

@@ -31,6 +31,7 @@ from chitu.engine.executor import (
     StepResult,
     run_warmup,
 )
+from chitu.engine.expert_group import ExpertGroup
 from chitu.engine.mtp import Forwarded, MtpDrafts
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
@@ -75,6 +76,7 @@ class ModelRunner:
     `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
     page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
     `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
+    `experts`: the ranks among which the model's experts are spread.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ModelRunner:
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
         mtp_tokens: int = 1,
+        experts: ExpertGroup | None = None,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -122,6 +125,7 @@ class ModelRunner:
         self._forwarded: list[Forwarded] = []
         """Forwards of the step that is being launched, before the final norm, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
+        self._experts = experts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
@@ -238,6 +242,8 @@ class ModelRunner:
         self._forwarded = []
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
+        if self._experts is not None:
+            self._experts.begin(plan.sizes)
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -269,6 +275,8 @@ class ModelRunner:
             if drawn is not None:
                 tokens.append(drawn.tokens_N)
                 slots.extend(drawn.slots)
+        if plan.sizes and not (plan.prefill or plan.decode):
+            self._model.lend()
         if not tokens:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)

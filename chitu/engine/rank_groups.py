@@ -32,16 +32,23 @@ LENGTH_BYTES = 8
 class RankGroup:
     """A `Shard`. Its calls are collective: every rank makes the same calls in the same order.
 
-    `groups_of_rank` makes it. `compute`: None if the ranks have no sums and gathers.
+    `groups_of_rank` makes it. `compute`: None if the ranks have no sums and gathers. `turns`: like a control group with
+    the timeout of a compute group, in which members that share experts agree on their steps; None if they share none.
     """
 
     def __init__(
-        self, rank: int, size: int, control: dist.ProcessGroup, compute: dist.ProcessGroup | None = None
+        self,
+        rank: int,
+        size: int,
+        control: dist.ProcessGroup,
+        compute: dist.ProcessGroup | None = None,
+        turns: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._control = control
-        self._compute = compute
+        self.compute = compute
+        self.turns = turns
         self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
     @property
@@ -51,7 +58,7 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------- in a step
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self._compute)
+        dist.all_reduce(x, group=self.compute)
         return x
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
@@ -60,10 +67,10 @@ class RankGroup:
             x_RC = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[1]))
         x_RC = x_RC.contiguous()
         if not self.is_main:
-            dist.gather(x_RC, group=self._compute, group_dst=MAIN_RANK)
+            dist.gather(x_RC, group=self.compute, group_dst=MAIN_RANK)
             return None
         parts = [torch.empty_like(x_RC) for _ in widths]
-        dist.gather(x_RC, parts, group=self._compute, group_dst=MAIN_RANK)
+        dist.gather(x_RC, parts, group=self.compute, group_dst=MAIN_RANK)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     # ------------------------------------------------------------------------------------------------------- control
@@ -139,10 +146,12 @@ class RankGroups(NamedTuple):
     """The ranks of its instance; None if there is only one."""
     members: RankGroup | None
     """The ranks of equal TP rank in all members of its group, by data rank; None if it has no other member. They have
-    no compute group: the members share no computation."""
+    a compute group if the members share experts."""
 
 
-def groups_of_rank(dp_size: int, tp_size: int, data_rank: int, tp_rank: int, device: torch.device) -> RankGroups:
+def groups_of_rank(
+    dp_size: int, tp_size: int, data_rank: int, tp_rank: int, device: torch.device, share_experts: bool = False
+) -> RankGroups:
     """Make the groups of a rank. Collective: every rank of the torchrun, whose environment variables hold the
     rendezvous address, calls it once."""
     size = dp_size * tp_size
@@ -161,7 +170,10 @@ def groups_of_rank(dp_size: int, tp_size: int, data_rank: int, tp_rank: int, dev
         control = _own(instances, data_rank, "gloo", CONTROL_TIMEOUT)
         tp = RankGroup(tp_rank, tp_size, control, _own(instances, data_rank, backend, COMPUTE_TIMEOUT))
     if dp_size > 1:
-        members = RankGroup(data_rank, dp_size, _own(places, tp_rank, "gloo", CONTROL_TIMEOUT))
+        control, shared = _own(places, tp_rank, "gloo", CONTROL_TIMEOUT), []
+        if share_experts:
+            shared = [_own(places, tp_rank, each, COMPUTE_TIMEOUT) for each in (backend, "gloo")]
+        members = RankGroup(data_rank, dp_size, control, *shared)
     return RankGroups(tp, members)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import MAX_DRAFT, Executor
+from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
@@ -51,6 +51,8 @@ class LoadedEngine:
     """Called first on the step thread: per-thread settings of the math library."""
     weights: WeightsLoader = field(default_factory=NoLoader)
     """Changes the weights of the executor's model."""
+    lockstep: Lockstep | None = None
+    """The executor of a member of a group that shares experts; None if it steps alone."""
 
     def close(self) -> None:
         """Free what the engine holds. No step runs any longer."""

@@ -256,6 +256,8 @@ def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str
         else:
             config = configs[spec.name]
             sizes = f"tp_size {config.tp_size}" if config.dp_size == 1 else f"dp {config.dp_size} x tp {config.tp_size}"
+            if config.experts == "spread":
+                sizes += f", experts spread over {config.num_devices}"
             yield f"{spec.name} on {spec.host}: {sizes}, devices {','.join(config.devices)}"
         yield f"  {' '.join(f'{key}={shlex.quote(value)}' for key, value in spec.env.items())} \\"
         yield f"  {shlex.join(spec.argv)}"

@@ -24,6 +24,7 @@ from chitu.config.staging import protocol_of
 from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback, listening_host
 from chitu.engine.memory_budget import (
     available_cpu_bytes,
+    expert_problems,
     pool_problems,
     small_pools,
     state_problems,
@@ -243,7 +244,7 @@ def memory_findings(
     has the bytes of each GPU of this host."""
     for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards, cpu_bytes):
         yield Finding(Level.ERROR, "memory", problem)
-    for problem in state_problems(topology, spec, here):
+    for problem in (*state_problems(topology, spec, here), *expert_problems(spec, here)):
         yield Finding(Level.ERROR, "model", problem)
     for problem in pool_problems(topology, spec, here, available_bytes):
         yield Finding(Level.ERROR, "memory", problem)

@@ -6,9 +6,9 @@ heads of q and k. They share everything else, tensor names included. Tables of r
 model.
 
 A tensor-parallel rank takes its part of each matrix, of every expert's inner dimension as of a dense MLP's, and the
-whole router of experts. With latent attention it has its heads; every rank computes the latent itself, since the cache
-of every rank holds it. The projection from the latent is absorbed here: split, per head, into a part that multiplies q
-and a part that multiplies the result.
+whole router of experts. Of experts that are spread it takes its own, whole. With latent attention it has its heads;
+every rank computes the latent itself, since the cache of every rank holds it. The projection from the latent is
+absorbed here: split, per head, into a part that multiplies q and a part that multiplies the result.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from chitu.models.layers import (
     MixtureMLP,
     Shard,
     SparseIndex,
+    Spread,
 )
 from chitu.models.weights import Rows, WeightSource
 from chitu.ops.interface import HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
@@ -100,9 +101,17 @@ def _ramp(head_dim: int, rope: RopeSpec) -> torch.Tensor:
 
 
 def build_mixture(
-    spec: ModelSpec, experts: ExpertSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
+    spec: ModelSpec,
+    experts: ExpertSpec,
+    weights: WeightSource,
+    ops: Ops,
+    prefix: str,
+    rank: int,
+    size: int,
+    spread: Spread | None = None,
 ) -> MixtureMLP:
-    """Build the mixture. `prefix`: of the layer's MLP. ConfigError if an expert cannot be split over `size` ranks."""
+    """Build the mixture. `prefix`: of the layer's MLP. ConfigError if an expert cannot be split over `size` ranks.
+    `spread`: with this rank's own experts, whole, in place of a part of each."""
     hidden = spec.hidden_size
     bias_E = None
     if experts.has_choice_bias:
@@ -113,13 +122,19 @@ def build_mixture(
         choice_bias_E=bias_E,
     )
     names = [f"{prefix}.experts.{index}" for index in range(experts.num_experts)]
-    gate_up_EGD, down_EDI = _stacked(weights, names, experts.intermediate_size, hidden, rank, size)
+    cut = rank, size
+    if spread is not None:
+        own, cut = spread.own(experts.num_experts), (MAIN_RANK, 1)
+        others = names[: own.start] + names[own.stop :]
+        weights.leave_out(f"{name}.{part}_proj.weight" for name in others for part in ("gate", "up", "down"))
+        names = names[own.start : own.stop]
+    gate_up_EGD, down_EDI = _stacked(weights, names, experts.intermediate_size, hidden, *cut)
     shared = None
     if experts.shared_intermediate_size:
         shared_name = [f"{prefix}.shared_experts"]
         gate_up, down = _stacked(weights, shared_name, experts.shared_intermediate_size, hidden, rank, size)
         shared = GatedMLP(ops.prepare_gate_up(gate_up[0], None), ops.prepare(down[0], None))
-    return MixtureMLP(router, ops.prepare_experts(gate_up_EGD, down_EDI), shared)
+    return MixtureMLP(router, ops.prepare_experts(gate_up_EGD, down_EDI), shared, spread)
 
 
 def _stacked(
@@ -292,10 +307,11 @@ def build_decoder(
     device: torch.device,
     num_positions: int,
     shard: Shard | None = None,
+    spread: Spread | None = None,
 ) -> DecoderModel:
     """Build the model from the checkpoint's tensors, or from this rank's part. `num_positions`: of the rotary table."""
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
-    layers = [_layer(spec, traits, weights, ops, part, index) for index in range(spec.num_layers)]
+    layers = [_layer(spec, traits, weights, ops, part, index, spread) for index in range(spec.num_layers)]
     draft_layer = _draft_layer(spec, traits, weights, ops, part) if spec.has_draft_layer else None
     own = part.vocabulary[part.rank]
     embedding_VD = _table(spec, weights, EMBEDDING, own)
@@ -349,7 +365,15 @@ def _table(spec: ModelSpec, weights: WeightSource, name: str, rows: range) -> Ma
     return weights.take_matrix(name, spec.vocab_size, spec.hidden_size, rows=rows)
 
 
-def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, index: int) -> DecoderLayer:
+def _layer(
+    spec: ModelSpec,
+    traits: Traits,
+    weights: WeightSource,
+    ops: Ops,
+    part: Part,
+    index: int,
+    spread: Spread | None = None,
+) -> DecoderLayer:
     prefix, hidden = f"model.layers.{index}", spec.hidden_size
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return DecoderLayer(
@@ -361,7 +385,7 @@ def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, par
         ),
         post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=(
-            build_mixture(spec, spec.experts, weights, ops, mlp, part.rank, part.size)
+            build_mixture(spec, spec.experts, weights, ops, mlp, part.rank, part.size, spread)
             if spec.experts is not None and index in spec.experts.layers
             else _mlp(spec, weights, ops, part, mlp)
         ),

@@ -28,7 +28,17 @@ import torch.nn.functional as F
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import Internal
 from chitu.models.model import KVViews
-from chitu.ops.interface import AdapterRows, Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
+from chitu.ops.interface import (
+    AdapterRows,
+    Batch,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    Ops,
+    RotaryTable,
+    Routes,
+)
 from chitu.ops.routing import Router, route
 from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
 
@@ -51,6 +61,27 @@ class Shard(Protocol):
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         """Return the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; None off rank 0."""
+        ...
+
+
+Compute = Callable[[torch.Tensor, Routes], torch.Tensor]
+"""Returns the weighted sums of this rank's own experts, `[T, D]`; the routes count them from 0."""
+
+
+class Spread(Protocol):
+    """The ranks among which whole experts are spread. Called only by the step thread."""
+
+    def own(self, num_experts: int) -> range:
+        """Return the experts of a layer that this rank holds."""
+        ...
+
+    def own_part(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
+        """Return `[T, D]`: each row's weighted sum over this rank's own experts. No other rank has a part in it."""
+        ...
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
+        """Return `[T, D]`, a new tensor: each row's weighted sum over the experts of all ranks of equal TP rank, the
+        part of this TP rank. Collective: once for each layer with experts, by the ranks that lend, too."""
         ...
 
 
@@ -171,6 +202,8 @@ class MixtureMLP:
     router: Router
     experts: ExpertWeights
     shared: GatedMLP | None = None
+    spread: Spread | None = None
+    """Ranks among which the experts are spread: `experts` are this rank's own, whole. None: parts of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +412,29 @@ class DecoderModel:
             gated_TI = linears.norm_gate_up(x_TD, norm_D, self.eps, mlp.gate_up)
             return self._linear_add(linears, gated_TI, mlp.down, x_TD)
         normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
-        # Every rank has a part of every expert and the whole router, so all ranks route alike.
-        mixed_TD = ops.mixture(normed_TD, route(normed_TD, mlp.router), mlp.experts)
+        # Every TP rank has the whole router, so all of them route alike.
+        routes = route(normed_TD, mlp.router)
+        if mlp.spread is None:
+            mixed_TD = ops.mixture(normed_TD, routes, mlp.experts)
+        else:
+            normed_TD = normed_TD.clone()  # the operations may reuse its memory for the rows of others
+            mixed_TD = self._spread_mixture(normed_TD, routes, mlp, mlp.spread)
         if mlp.shared is not None:
             mixed_TD = ops.linear_add(ops.gate_up(normed_TD, mlp.shared.gate_up), mlp.shared.down, mixed_TD)
         return x_TD.add_(mixed_TD if self.shard is None else self.shard.all_reduce(mixed_TD))
+
+    def lend(self) -> None:
+        """Compute this rank's experts for the rows of others, in a step in which it has none of its own."""
+        nothing_0D = self.final_norm_D.new_empty(0, self.hidden_size)
+        for layer in self.layers:
+            mlp = layer.mlp
+            if isinstance(mlp, MixtureMLP) and mlp.spread is not None:
+                no_weights = mlp.router.weight_ED.new_empty(0, mlp.router.rule.top_k)
+                self._spread_mixture(nothing_0D, Routes(no_weights.long(), no_weights), mlp, mlp.spread)
+
+    def _spread_mixture(self, x_TD: torch.Tensor, routes: Routes, mlp: MixtureMLP, spread: Spread) -> torch.Tensor:
+        num_experts = mlp.router.weight_ED.shape[0]
+        return spread.mixture(x_TD, routes, num_experts, lambda x, own: self.ops.mixture(x, own, mlp.experts))
 
     def _linear_add(
         self, linears: Linears, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor

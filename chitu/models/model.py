@@ -70,6 +70,10 @@ class Model(Protocol):
         """
         ...
 
+    def lend(self) -> None:
+        """Take part, without rows, in a step of other ranks among which the experts are spread."""
+        ...
+
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
         ...

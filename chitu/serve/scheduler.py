@@ -68,6 +68,7 @@ from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, place_text
 
 if TYPE_CHECKING:
+    from chitu.engine.lockstep import LockstepExecutor
     from chitu.instance.member_group import MemberGroup
     from chitu.instance.ranks import RankHello
 
@@ -218,9 +219,10 @@ def _build(
         rank.weights.fingerprint = partial(_fingerprint_of, topology, instance, pool.layout)
         rank.weights.wake = waker.wake
     executor, loader, greetings = _join_followers(instance, rank, fan_out, tier_file)
+    lockstep = _join_lockstep(executor, rank, waker)
     comm.tracer = _tracer(instance, incarnation, comm, pool)
     engine = LoadedEngine(
-        executor,
+        lockstep or executor,
         cache,
         MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers),
         tiers,
@@ -228,6 +230,7 @@ def _build(
         rank.grammars,
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
+        lockstep=lockstep,
     )
     group = _meet_members(rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
@@ -237,6 +240,17 @@ def _build(
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end)
+
+
+def _join_lockstep(executor: Executor, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:
+    """Return the executor of a member of a group that shares experts; None for any other instance."""
+    if rank.members is None or rank.members.turns is None:
+        return None
+    from chitu.engine.lockstep import join_lockstep
+    from chitu.engine.model_runner import ModelRunner
+
+    assert isinstance(rank.runner, ModelRunner)
+    return join_lockstep(executor, rank.runner.shapes, rank.members.turns, waker.wake)
 
 
 def _meet_members(rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:

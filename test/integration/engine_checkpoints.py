@@ -14,6 +14,7 @@ import transformers
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.engine.expert_group import ExpertGroup
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
@@ -198,10 +199,12 @@ class Engine:
         window_state: bool = False,
         drafts: bool = False,
         mtp_tokens: int = 1,
+        experts: ExpertGroup | None = None,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
-        `CacheConfig`. `drafts`: with the layer that drafts, so many tokens in a row."""
+        `CacheConfig`. `drafts`: with the layer that drafts, so many tokens in a row. `experts`: with its part of spread
+        experts."""
         self.spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
         self.spec = with_draft_layer(self.spec, drafts)
         loaded = read_adapters(adapters, self.spec, path)
@@ -216,6 +219,7 @@ class Engine:
                 adapters=loaded,
                 window_state=window_state,
                 drafts=drafts,
+                spread=experts,
             )
         )
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code), dtype)
@@ -233,6 +237,7 @@ class Engine:
             (sampler or self.sampler) if sampling else None,
             recording,
             mtp_tokens=mtp_tokens,
+            experts=experts,
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

@@ -28,7 +28,8 @@ from support.requests import decode_request, prefill_request, unified_request, w
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import ExecutorInfo
+from chitu.engine.executor import Executor, ExecutorInfo
+from chitu.engine.lockstep import LockstepExecutor
 from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, TransferFailed
 from chitu.grammars import GrammarStore
@@ -138,9 +139,10 @@ class Instance:
         state_slots: int = 0,
         tpot_s: float = math.inf,
         draft_source: Callable[[SequenceOfInstance], DraftSource] | None = None,
+        join: Callable[[Executor], LockstepExecutor] | None = None,
     ) -> None:
         """Make the instance. With `overlap` its device returns results late. With `state_slots` its model has a
-        recurrent state. With `tpot_s` D computes prompts, too."""
+        recurrent state. With `tpot_s` D computes prompts, too. `join` makes it a member of a group."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.groups: dict[bytes, list[int]] = {}
@@ -170,16 +172,19 @@ class Instance:
             max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
         )
         limits = {"request_timeout_s": request_timeout_s, "tpot_s": tpot_s}
+        computes: Executor = self.late if overlap else self.executor
+        lockstep = join(computes) if join is not None else None
         core = InstanceCore(
             SchedulerSettings(config, DeadlineConfig(), overlap=overlap, **limits),
             LoadedEngine(
-                self.late if overlap else self.executor,
+                lockstep or computes,
                 self.cache,
                 self.aux,
                 self.make_tiers(),
                 self.states,
                 grammars=grammars,
                 weights=Folders(self.executor),
+                lockstep=lockstep,
             ),
             TokenManager(1, self._take, self._take_of_second),
             self.failures.__setitem__,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
-from chitu.config.schema import CacheConfig
+from chitu.config.schema import CacheConfig, InstanceConfig
 from chitu.config.topology import find_instance
 from chitu.engine.memory_budget import (
     CPU_POOL_LIMIT_BYTES,
@@ -15,6 +17,8 @@ from chitu.engine.memory_budget import (
     HostMemory,
     PoolPlan,
     device_pages,
+    expert_problems,
+    held_share,
     kv_layout,
     num_pages_for,
     plan_pool,
@@ -24,6 +28,7 @@ from chitu.engine.memory_budget import (
 from chitu.errors import ConfigError
 from chitu.models.config import read_model_spec
 from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from chitu.tools.make_model import make_model
 from chitu.types import Role
 
 CARD = DeviceMemory(total_bytes=80 * GIB, free_bytes=60 * GIB, own_bytes=16 * GIB)
@@ -54,6 +59,32 @@ def test_a_gpu_is_shared_by_the_instances_on_it_and_not_by_those_of_the_host():
     assert shares("dp_config.router.prefill_schedulers.0.devices=[cuda]") == pytest.approx([0.45, 0.45]), (
         "cuda is cuda:0"
     )
+
+
+def test_a_rank_of_a_group_that_shares_experts_holds_its_part_of_them(tmp_path: Path):
+    folder = make_model(tmp_path / "m", "qwen3_moe", layers=3, experts=8, expert_size=64, hidden_size=128)
+    spec = read_model_spec(folder)
+    experts, dense = 3 * 8 * 3 * 64 * 128, 500_000
+    for config, held in (
+        (InstanceConfig(dp_size=4), dense + experts),
+        (InstanceConfig(dp_size=4, experts="spread"), dense + experts / 4),
+        (InstanceConfig(dp_size=2, tp_size=2, experts="spread"), dense + experts / 2),
+        (InstanceConfig(tp_size=4, experts="spread"), dense + experts),
+    ):
+        assert held_share(spec, dense + experts, config) * (dense + experts) == pytest.approx(held)
+
+
+def test_experts_that_cannot_be_spread_are_refused_by_name(tmp_path: Path):
+    key = "dp_config.router.prefill_schedulers"
+    topology = load_topology("pd_disagg_1p1d_local", [f"{key}=[{{dp_size: 3, tp_size: 3, experts: spread}}]"])
+    instance = find_instance(topology, Role.PREFILL, 0)
+    dense, sparse = read_model_spec(TINY_MODEL_DIR), read_model_spec(make_model(tmp_path / "m", "qwen3_moe"))
+    assert list(expert_problems(dense, [instance])) == [
+        f"{key}.0.experts is spread, but {dense.architecture} has no experts"
+    ]
+    assert list(expert_problems(sparse, [instance])) == [
+        f"{key}.0.experts is spread, but a layer has 8 experts for the 9 ranks of {key}.0 (dp_size x tp_size)"
+    ]
 
 
 def test_an_own_fraction_comes_first_and_the_others_share_the_rest():

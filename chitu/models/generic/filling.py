@@ -24,8 +24,10 @@ from transformers.core_model_loading import (
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec
-from chitu.models.generic.sharding import Sharding
 from chitu.models.weights import WeightSource
+
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
+"""Returns this rank's part of a tensor of the model."""
 
 
 class _Passed:
@@ -101,16 +103,17 @@ def fill(
     weights: WeightSource,
     device: torch.device,
     spec: ModelSpec,
-    sharding: Sharding | None = None,
+    cut: Cut | None = None,
 ) -> None:
-    """Give the text part its weights, and its constant tensors (frequencies of rotary positions) their values."""
+    """Give the text part its weights, or of each tensor what `cut` leaves of it, and its constant tensors (frequencies
+    of rotary positions) their values."""
     for name, buffer in list(model.named_buffers()):
         if parts.needs(name):
             _assign(model, name, torch.empty_like(buffer, device=device))
     # The weights are still without memory, so this writes only constants.
     with torch.no_grad():
         model.initialize_weights()
-    missing = set(_load(model, parts, weights, spec, sharding))
+    missing = set(_load(model, parts, weights, spec, cut))
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for name in sorted(missing):
         if parts.needs(name) and model.get_parameter_or_buffer(name).device.type == "meta":
@@ -118,9 +121,7 @@ def fill(
     weights.finish()
 
 
-def _load(
-    model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec, sharding: Sharding | None
-) -> Iterator[str]:
+def _load(model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec, cut: Cut | None) -> Iterator[str]:
     """Read all tensors of the text part. Yield the names of the model's tensors that are not in the checkpoint.
 
     The library renames tensors of published checkpoints and joins some (experts): its own table and operations are
@@ -162,7 +163,7 @@ def _load(
                     f"model.path: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for "
                     f"{tuple(wanted[name].shape)}"
                 )
-            _assign(model, name, tensor if sharding is None else sharding.cut(name, tensor))
+            _assign(model, name, tensor if cut is None else cut(name, tensor))
             wanted.pop(name)
     yield from wanted
 

@@ -29,8 +29,9 @@ from chitu.models.generic.fusing import fuse
 from chitu.models.generic.library import library_version
 from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
+from chitu.models.generic.spreading import SpreadExperts
 from chitu.models.generic.states import bind_states
-from chitu.models.layers import Shard
+from chitu.models.layers import Shard, Spread
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
 from chitu.models.window_state import recurrent_of
@@ -53,9 +54,11 @@ class GenericModel:
         attention: PagedAttention,
         dtype: torch.dtype,
         sharding: Sharding | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.is_main = sharding is None or sharding.is_main
         self.sharding = sharding
+        self._experts = experts
         self.num_positions = spec.max_model_len
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
@@ -85,6 +88,11 @@ class GenericModel:
             )
         hidden_TD: torch.Tensor = out.last_hidden_state[0]
         return hidden_TD
+
+    def lend(self) -> None:
+        """Take part, without rows, in a step of other ranks among which the experts are spread."""
+        assert self._experts is not None
+        self._experts.lend()
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
@@ -125,15 +133,18 @@ class GenericModel:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank compute its part without the sums over the ranks."""
-        if self.sharding is None:
-            yield
-            return
-        self.sharding.is_summing = False
+        """Let this rank compute its part without the sums over the ranks, and without other ranks' experts."""
+        if self.sharding is not None:
+            self.sharding.is_summing = False
+        if self._experts is not None:
+            self._experts.is_alone = True
         try:
             yield
         finally:
-            self.sharding.is_summing = True
+            if self.sharding is not None:
+                self.sharding.is_summing = True
+            if self._experts is not None:
+                self._experts.is_alone = False
 
     def parts_with_limits(self) -> list[Any]:
         """Return the decoder's modules and their configs."""
@@ -166,11 +177,14 @@ def build_generic(
     shard: Shard | None = None,
     adapters: Sequence[AdapterSpec] = (),
     ops: Ops | None = None,
+    spread: Spread | None = None,
 ) -> GenericModel:
     """Build the model and read its weights, and those of its LoRA adapters. Raises ConfigError (UnsupportedModel) if
     the checkpoint or an adapter does not fit."""
     if adapters and shard is not None:
         raise UnsupportedModel(f"{adapters[0].key}: {spec.architecture} takes LoRA adapters with tp_size 1 only")
+    if spread is not None and shard is not None:
+        raise UnsupportedModel(f"experts is spread: {spec.architecture} takes that with tp_size 1 only")
     attention = PagedAttention(spec.num_layers, is_alone=shard is None, ops=ops)
     model = empty_model(path, spec, dtype)
     transformers.AttentionInterface.register(attention.name, attention)
@@ -179,11 +193,17 @@ def build_generic(
     sharding = None
     if shard is not None:
         sharding = Sharding(parts.decoder, f"{parts.decoder_name}.", spec, shard)
-    fill(model, parts, weights, device, spec, sharding)
+    experts = None
+    if spread is not None:
+        experts = SpreadExperts(parts.decoder, f"{parts.decoder_name}.", spread, spec.architecture)
+    cuts = experts or sharding
+    fill(model, parts, weights, device, spec, cuts.cut if cuts is not None else None)
     parts.detach()
+    if experts is not None:
+        experts.bind()
     if sharding is not None:
         sharding.add_sums(attention.on_sum)
-    built = GenericModel(spec, parts, attention, dtype, sharding)
+    built = GenericModel(spec, parts, attention, dtype, sharding, experts)
     layers = {layer for adapter in adapters for layer in adapter.layers}
     adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
     modules = (*parts.decoder.modules(), *parts.head.modules())
