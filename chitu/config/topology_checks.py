@@ -94,7 +94,6 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _api_key_problems(topology.dp_config.router)
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
-    yield from _speculation_problems(topology)
     yield from staging_problems(topology.dp_config.router)
     yield from transport_problems(topology.dp_config.router.pd_disaggregation)
     yield from _host_problems(topology, master_addr)
@@ -189,13 +188,6 @@ def _device_problems(topology: Topology) -> Iterator[str]:
         )
     elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
-
-
-def _speculation_problems(topology: Topology) -> Iterator[str]:
-    """Check that the layer that drafts is computed where it can be."""
-    for instance in instances(topology) if topology.scheduler.speculation == "mtp" else ():
-        if instance.config.experts == "spread":
-            yield f"scheduler.speculation is mtp, which is not supported with {instance.key}.experts spread"
 
 
 def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:

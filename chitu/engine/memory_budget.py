@@ -209,7 +209,9 @@ def held_share(spec: ModelSpec, num_weights: int, config: InstanceConfig) -> flo
     experts = spec.experts
     if experts is None:
         return 1 / config.dp_size
-    count = len(experts.layers) * experts.num_experts * 3 * experts.intermediate_size * spec.hidden_size
+    # The layer that drafts has its experts whole on every member.
+    num_layers = len([layer for layer in experts.layers if layer < spec.num_layers])
+    count = num_layers * experts.num_experts * 3 * experts.intermediate_size * spec.hidden_size
     return 1 - min(1.0, count / num_weights) * (1 - 1 / config.dp_size)
 
 

@@ -312,6 +312,7 @@ def build_decoder(
     """Build the model from the checkpoint's tensors, or from this rank's part. `num_positions`: of the rotary table."""
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
     layers = [_layer(spec, traits, weights, ops, part, index, spread) for index in range(spec.num_layers)]
+    # Not spread: a guess is one of its own member alone, in whose steps the others have no part.
     draft_layer = _draft_layer(spec, traits, weights, ops, part) if spec.has_draft_layer else None
     own = part.vocabulary[part.rank]
     embedding_VD = _table(spec, weights, EMBEDDING, own)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from completions import complete_all
 from engine_checkpoints import Engine, generate
+from mtp_checkpoints import VOCAB, write_random
 from support.router_process import wait_until
 from test_member_groups import GREEDY, OUTPUT_TOKENS, client_of, prompts_of, started, up
 
@@ -75,6 +76,20 @@ def test_members_that_share_experts_give_the_tokens_of_one_engine(
         assert time.monotonic() - began_s < 30
         turns = [turns_of(cluster, name) for name in ("P0", "P1")] if prefill is SPREAD else []
         assert not turns or (turns[0][2] == turns[1][2] > 1 and sum(turns[0][:2]) == sum(turns[1][:2]))
+
+
+def test_a_member_drafts_by_the_model_without_a_turn_of_the_others(tmp_path: Path) -> None:
+    write_random(tmp_path)
+    prompts = [[1 + token % (VOCAB - 1) for token in prompt] for prompt in prompts_of(PROMPT_LENGTHS, 7)]
+    right = generate(Engine(tmp_path, max_model_len=512), prompts, OUTPUT_TOKENS)
+    settings = ("scheduler.speculation=mtp",)
+    with started(tmp_path, ["{devices: [cpu]}"], [SPREAD], settings=settings) as cluster:
+        cluster.wait_ready(120)
+        found = complete_all(cluster.url, prompts * 2, [GREEDY] * len(prompts) * 2)
+        assert [answer.token_ids for answer in found] == right * 2
+        lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    drafted = {line.split('"')[1] for line in lines if 'source="mtp"' in line and not line.endswith(" 0.0")}
+    assert drafted == {"D0", "D1"}, "both members compute what the layer guesses"
 
 
 @pytest.fixture(scope="module")
