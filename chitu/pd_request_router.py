@@ -412,7 +412,7 @@ class PDRequestRouter:
         for room, token in batch.early:
             attempt = attempt_of(room)
             if attempt is None or attempt.prefill is None or attempt.prefill.incarnation != batch.incarnation:
-                self.counters.stale_tokens += 1
+                self.counters.early_tokens["stale"] += 1
             else:
                 self._attempts.on_early_token(attempt, token)
 

@@ -254,10 +254,11 @@ class Attempts:
         tokens = attempt.generation.tokens
         if attempt.first_token is None:
             attempt.first_token = tokens[-1]
-        elif self._is_same(attempt, tokens.pop(), attempt.decode):
-            self.counters.early_tokens["confirmed"] += 1
         else:
-            return
+            self.counters.tokens -= 1  # it was counted as P's
+            if not self._is_same(attempt, tokens.pop(), attempt.decode):
+                return
+            self.counters.early_tokens["confirmed"] += 1
         self._apply(attempt.generation, TokensBegan())
 
     def on_early_token(self, attempt: Attempt, token: int) -> None:

@@ -89,8 +89,8 @@ class RouterMetrics(msgspec.Struct):
     """Tokens of rooms that are over (cancelled, timed out) or never were of this process."""
     bad_token_messages: int = 0
     early_tokens: Counts = _counts()
-    """First tokens that P drew, too: `shown` ahead of D's, `confirmed` by D's, `late` (D's was shown), or `different`
-    from D's."""
+    """First tokens that P drew, too: `shown` ahead of D's, `confirmed` by D's, `late` (D's was shown), `different`
+    from D's, or `stale` (its room is over)."""
 
     ttft: TimeHistogram = _histogram()
     """Time from acceptance to the first token, measured on the router, as the next three."""
