@@ -356,7 +356,7 @@ class RouterConfig(Section, frozen=True):
     stats_port: Port = 29600
     """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700
-    """ZMQ: tokens from D."""
+    """ZMQ: tokens from D, and first ones from P."""
     policy: PolicyName = "prefix_affinity"
     """Routing policy of P and D. `prefix_affinity` picks the P that has computed a prompt's prefix before, if that is
     worth the load there, else the least loaded; D is then the least loaded."""
