@@ -48,7 +48,7 @@ from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
 from chitu.router.candidates import Candidates, InstanceKey, instance_key
 from chitu.router.dispatch import Dispatcher
-from chitu.router.generation import Attempt, GenerateRequest, Generation, GenerationState
+from chitu.router.generation import UNCONFIRMED, Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.ways import Selector
@@ -57,6 +57,7 @@ from chitu.types import Role
 
 logger = logging.getLogger(__name__)
 
+DECODE = GenerationState.DECODE
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Decodes without `token_codec`'s size check (the socket has that bound) and error names: it runs for every frame."""
 
@@ -91,7 +92,8 @@ class PDRequestRouter:
         self._clock = clock
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
-        self._dispatcher = Dispatcher(members, index, clock, trace)
+        early_token = config.pd_disaggregation.early_token
+        self._dispatcher = Dispatcher(members, index, clock, trace, early_token)
         selector = Selector(config, members, clock, index)
         admission = Admission(config, members, clock)
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
@@ -315,7 +317,7 @@ class PDRequestRouter:
 
     def _trace_frame(self, batch: TokenBatch, frame: bytes) -> None:
         """Record the frame once for each request that it is about and whose frames are wanted."""
-        rooms = {*batch.rooms, *(room for room, _ in batch.groups)}
+        rooms = {*batch.rooms, *(room for room, _ in batch.groups), *(room for room, _ in batch.early)}
         for room in {*rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
             self.trace.note_frame(self._framed[room], room, "received", "token", frame)
 
@@ -345,7 +347,7 @@ class PDRequestRouter:
                     receiver.last = number  # as `take` does, whose call costs as much as a token
                 elif not self._is_next(member, batch):
                     continue
-            if logprobs or batch.cached or batch.prompt_logprobs or batch.weights:
+            if logprobs or batch.cached or batch.prompt_logprobs or batch.weights or batch.early:
                 self._apply_extras(batch)
             if batch.groups:
                 self._apply_groups(batch)
@@ -407,6 +409,12 @@ class PDRequestRouter:
             attempt = attempt_of(batch.rooms[place])
             if attempt is not None:
                 attempt.generation.logprobs.append(packed)
+        for room, token in batch.early:
+            attempt = attempt_of(room)
+            if attempt is None or attempt.prefill is None or attempt.prefill.incarnation != batch.incarnation:
+                self.counters.early_tokens["stale"] += 1
+            else:
+                self._attempts.on_early_token(attempt, token)
 
     def flush(self) -> None:
         """Wake the readers of all generations that changed."""
@@ -420,13 +428,16 @@ class PDRequestRouter:
             # `TimeHistogram.observe` is inlined: the call costs as much as what it does.
             num_tokens = generation.num_taken + len(generation.tokens)
             num_new = num_tokens - generation.num_woken
+            is_read_singly = generation.request.wake_per_token
             if num_new > 0:
                 wait_s = now_s - generation.woken_s
+                if generation.num_woken == 1 and is_read_singly:
+                    self.counters.second_token.observe(wait_s)
                 counts[bisect_left(TIME_BOUNDS_S, wait_s / num_new)] += num_new
                 waited_s += wait_s
                 generation.num_woken, generation.woken_s = num_tokens, now_s
             generation.dirty = False
-            generation.needs_no_wake = not generation.request.wake_per_token
+            generation.needs_no_wake = not is_read_singly
             generation.wake()
         inter_token.sum_s += waited_s
         self._end_idle_waits()
@@ -484,10 +495,12 @@ class PDRequestRouter:
     # ----------------------------------------------------------------------------------------------------- internal
 
     def _on_awaited_token(self, attempt: Attempt, generation: Generation) -> None:
-        """Handle a token that is the attempt's first or that the reader waits for."""
+        """Handle a token that is the first of the attempt's D or that the reader waits for."""
+        if generation.state is not DECODE and generation.state in UNCONFIRMED:
+            self._attempts.on_first_token(attempt)
+            if attempt.is_early:
+                return
         generation.needs_no_wake = True
-        if generation.state is GenerationState.PREFILL:
-            self._attempts.on_first_token(generation)
         if generation.request.wake_per_token and not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)

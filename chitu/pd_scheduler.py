@@ -348,7 +348,11 @@ class PDScheduler:
         if self._executor.info.guesses:
             for slot, sequence in zip(step.slots, step.sequences, strict=True):
                 sequence.guess = result.drafts.get(slot, [])
+        if not self._role.samples:
+            self._send_early(sequences, result.tokens)
         self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
+        if not self._role.samples:
+            return
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(sequences, result.tokens, strict=True)):
             if sequence.state not in OPEN_STATES:
@@ -386,6 +390,19 @@ class PDScheduler:
         sampled = zip(step.sequences, step.slots, strict=True)
         self._faults.end_unsound([sequence for sequence, slot in sampled if slot in slots])
         self._load.unsound = self._faults.num_unsound
+
+    def _send_early(self, sequences: list[Sequence], tokens: list[int]) -> None:
+        """Send the first tokens that P drew at once, before anything else is done with the step. A prompt that has to
+        be computed again, because it gave way, sends none again."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.state not in OPEN_STATES:
+                continue
+            sequence.prompt.early = None
+            if sequence.prompt.cached_tokens:
+                self._tokens.note_cached(sequence.room, sequence.prompt.cached_tokens, sequence.head.router)
+            self._tokens.push_early(sequence.room, token, sequence.head.router)
+        if sequences:
+            self._tokens.flush(self._clock.monotonic())
 
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:

@@ -114,7 +114,7 @@ class PDSchedulerService:
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
         self._token_sockets: list[PushSocket] = []
-        """To the token ports of the routers; none as long as it was only P, which sends no tokens."""
+        """To the token ports of the routers; none as long as it was only a P that draws no first tokens."""
         self._build = build
         self._begin_end = begin_end
         tokens = self._make_tokens(info)
@@ -138,7 +138,7 @@ class PDSchedulerService:
         """`joined_routers` of the comm thread at the last view."""
 
     def _make_tokens(self, info: InstanceInfo) -> TokenManager:
-        if info.role is not Role.PREFILL and not self._token_sockets:
+        if not self._token_sockets and (info.role is not Role.PREFILL or self._engine.executor.info.samples):
             addresses = [router.address for router in self._comm.routers]
             self._token_sockets = [
                 PushSocket(self._comm.context, a.host, a.token_port) for a in addresses if a.token_port

@@ -260,6 +260,10 @@ class PDDisaggregationConfig(Section, frozen=True):
     """Secret of the cluster, at least 16 characters: ZMQ is then encrypted and authenticated (CURVE), and bootstrap and
     admin calls need a token derived from it. `CHITU_CLUSTER_KEY` overrides it; keep it out of files that other users
     can read."""
+    early_token: bool = True
+    """P draws the first token of a stream, too, and the router shows it at once; D draws it again and confirms it. Left
+    out: grammars, several choices of a prompt (`n`), logprobs, pooling, answers that are not streamed, and a P and a D
+    with devices of different kinds."""
     verify_kv: Literal["off", "sample", "all"] = "off"
     """Compare checksums of the received KV pages with those of P: of none, of some pages of each request, or of all.
     The logits row always has one."""
@@ -355,7 +359,7 @@ class RouterConfig(Section, frozen=True):
     stats_port: Port = 29600
     """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700
-    """ZMQ: tokens from D."""
+    """ZMQ: tokens from D, and first ones from P."""
     policy: PolicyName = "prefix_affinity"
     """Routing policy of P and D. `prefix_affinity` picks the P that has computed a prompt's prefix before, if that is
     worth the load there, else the least loaded; D is then the least loaded."""

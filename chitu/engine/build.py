@@ -160,10 +160,11 @@ class RankEngine:
     weights: RankWeights
     """Changes the model's weights while it serves."""
     make_sampler: Callable[[], tuple[Sampler, GrammarStore]]
+    """Makes what D and unified instances sample with; P's own sampler, if any, follows no grammars."""
 
     def begin_sampling(self) -> GrammarStore:
-        """Have the rank sample, which on P it does not, and return the compiled grammars. Step thread, with no step in
-        flight. Steps that sample are recorded when the first of their size comes."""
+        """Have the rank sample and decode, which on P it does not, and return the compiled grammars. Step thread, with
+        no step in flight. Steps that decode are recorded when the first of their size comes."""
         if self.grammars is None:
             sampler, self.grammars = self.make_sampler()
             self.runner.use_sampler(sampler)
@@ -342,14 +343,18 @@ def _assemble(
         store = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size))
         return Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=store), store
 
-    samples = target.is_main and role is not Role.PREFILL
-    sampler, grammars = make_sampler() if samples else (None, None)
+    decodes, sampler, grammars = role is not Role.PREFILL, None, None
+    if target.is_main and decodes:
+        sampler, grammars = make_sampler()
+    elif target.is_main and topology.dp_config.router.pd_disaggregation.early_token:
+        sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids)
     longest = _longest(target, plan.num_pages)
     prompts = warmup_prompts(
         topology, target.instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0
     )
     mtp_tokens = topology.scheduler.mtp_tokens
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts, mtp_tokens, experts)
+    steps = recording, prompts, mtp_tokens, decodes, experts
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
 

@@ -72,7 +72,7 @@ class Admit(PlanPart, frozen=True):
     sequences may read too; all of them on D; all but the newest after a retraction."""
     pages: tuple[int, ...]
     sampling: SamplingParams | None
-    """None on P, which never samples."""
+    """None on P, unless it draws the first token, too."""
     state_slot: int = -1
     """Row of the sequence's recurrent state, which belongs to it alone; -1 without one. The executor zeroes it if
     `kv_len` is 0: it then computes from the first token."""
@@ -133,7 +133,8 @@ class PrefillChunk(PlanPart, frozen=True):
     start: int
     length: int
     sample: bool = False
-    """True for the last chunk on a unified instance: sample a token from the last position's logits."""
+    """True for the last chunk on a unified instance: sample a token from the last position's logits. With an `aux_slot`
+    (on P) the sequence ends here, and D samples the same token from that row."""
     aux_slot: int = -1
     """Aux row for the last position's logits (float32, vocab_size), for the last chunk on P or of a prompt with forks;
     -1 for none."""
@@ -278,6 +279,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Most tokens of a draft; 0: it takes none, as a recurrent state cannot go back."""
     guesses: int = 0
     """Most tokens that the model itself drafts (`StepResult.drafts`); 0: none."""
+    samples: bool = True
+    """Whether it can sample tokens; False on a P that draws no first tokens."""
 
 
 class Executor(Protocol):
@@ -337,12 +340,15 @@ class Shapes:
     num_pages: int
     page_size: int
     samples: bool
+    """Whether they decode."""
     num_aux_slots: int
     """Number of aux rows for logits; 0 on a unified instance."""
     num_state_slots: int = 0
     """Number of state rows; 0 if the model has no recurrent state."""
     prompts: Sequence[tuple[int, ...]] = ()
     """Prompt lengths whose first step costs more than later ones; a tuple holds those of one step."""
+    draws_first: bool = False
+    """Whether an instance that does not decode draws first tokens."""
 
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
@@ -438,14 +444,23 @@ def _admit(
     pages = range(first_page, first_page - -(prompt_len + spare) // shapes.page_size)
     tokens = pack_i32([token] * prompt_len)
     state_slot = slot if shapes.num_state_slots else -1
-    return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None, state_slot)
+    return Admit(
+        slot,
+        tokens,
+        prompt_len,
+        0,
+        tuple(pages),
+        sampling if shapes.samples or shapes.draws_first else None,
+        state_slot,
+    )
 
 
 def _last(shapes: Shapes, slot: int, start: int, length: int) -> PrefillChunk:
-    """Return the last chunk of a prompt. It samples, or on P writes its logits to an aux row."""
+    """Return the last chunk of a prompt. It samples, or on P writes its logits to an aux row, too or only."""
     if shapes.samples:
         return PrefillChunk(slot, start, length, sample=True)
-    return PrefillChunk(slot, start, length, aux_slot=slot if slot < shapes.num_aux_slots else -1)
+    aux_slot = slot if slot < shapes.num_aux_slots else -1
+    return PrefillChunk(slot, start, length, sample=shapes.draws_first, aux_slot=aux_slot)
 
 
 def _run(executor: Executor, plan: StepPlan) -> StepResult:

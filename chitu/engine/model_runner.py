@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from chitu.engine.batch import SlotTable, upload, upload_tensor
@@ -73,8 +74,9 @@ class ModelRunner:
     """An `Executor` on one device.
 
     `max_model_len`: tokens (prompt plus output) that a slot can hold; at most as many as the model was loaded for.
-    `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
-    page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
+    `sampler`: None on a P whose plans never sample; `decodes`: False on P, which samples first tokens at most.
+    `recording`: how to record steps, which needs a pool with a scratch page; None launches every step operation by
+    operation. `warmup_prompts`: see `warmup.Shapes`.
     `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     `experts`: the ranks among which the model's experts are spread.
     """
@@ -90,6 +92,7 @@ class ModelRunner:
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
         mtp_tokens: int = 1,
+        decodes: bool = True,
         experts: ExpertGroup | None = None,
     ) -> None:
         covered = model.num_positions
@@ -102,6 +105,7 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._sampler = sampler
+        self._decodes = decodes and sampler is not None
         self._device = pool.device
         self._slots = SlotTable(
             num_slots,
@@ -152,6 +156,7 @@ class ModelRunner:
             pool.layout.adapters,
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
             guesses=mtp_tokens if spec.has_draft_layer else 0,
+            samples=sampler is not None,
         )
 
     @property
@@ -167,8 +172,9 @@ class ModelRunner:
             copy_numbers(self._model, model)
 
     def use_sampler(self, sampler: Sampler) -> None:
-        """Sample from now on, as an instance that was P. No step is in flight."""
-        self._sampler = sampler
+        """Sample and decode from now on, as an instance that was P. No step is in flight."""
+        self._sampler, self._decodes = sampler, True
+        self.info = msgspec.structs.replace(self.info, samples=True)
 
     @property
     def num_pages(self) -> int:
@@ -177,9 +183,9 @@ class ModelRunner:
     @property
     def shapes(self) -> Shapes:
         """Shapes of its steps, for the warm-up."""
-        pool, samples = self._pool, self._sampler is not None
+        pool, draws_first = self._pool, self._sampler is not None and not self._decodes
         rows = pool.num_aux_slots, pool.num_state_slots
-        return Shapes(pool.num_pages, pool.layout.page_size, samples, *rows, self._warmup_prompts)
+        return Shapes(pool.num_pages, pool.layout.page_size, self._decodes, *rows, self._warmup_prompts, draws_first)
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
@@ -198,7 +204,7 @@ class ModelRunner:
         run_warmup(self, self.shapes)
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.record_all(self._sampler is not None)
+                self._graphs.record_all(self._decodes)
                 if self._mtp is not None and isinstance(self._model, DecoderModel):
                     self._mtp.warm_up(self._model, self._pool, self._graphs.decode_sizes)
 
@@ -299,6 +305,8 @@ class ModelRunner:
             drawn = shared.slots if shared is not None else []
             if shared is not None and not model.is_main:
                 self._append_drawn(*shared)
+        leaving = {chunk.slot for chunk in plan.prefill if chunk.aux_slot >= 0}  # nothing follows their tokens here
+        drawn = [slot for slot in drawn if slot not in leaving] if leaving else drawn
         if plan.first_tokens:
             mtp.take_hidden([first.slot for first in plan.first_tokens], self._hidden_of(model, plan.first_tokens))
         if forward is not None:
@@ -585,7 +593,7 @@ class ModelRunner:
     def _mark(self) -> Mark:
         """Return the same for the step thread, which spins if it waits for tokens and sleeps on P, whose transfer
         threads need the CPU."""
-        event = torch.cuda.Event(blocking=self._sampler is None)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=not self._decodes)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

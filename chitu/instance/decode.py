@@ -121,7 +121,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
             sequence.client_prompt_len,
             sequence.kv_len,
             tuple(cache.get_page_indices(sequence.room)),
-            sequence.sampling,
+            sequence.sampling or sequence.prompt.early,
             state_slot=sequence.holds.state_slot,
             adapter=sequence.adapter,
         )

@@ -143,7 +143,7 @@ class PrefillManager:
                     sequence.slot,
                     start,
                     length,
-                    sample=last and not leaves_row,
+                    sample=last and (not leaves_row or sequence.prompt.early is not None),
                     aux_slot=sequence.holds.aux_slot if last and leaves_row else -1,
                     logprobs=-1 if asked.logprobs is None else asked.logprobs,
                     pooling=asked.pooling if last or asked.pooling == "mean" else "",

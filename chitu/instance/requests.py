@@ -296,10 +296,13 @@ class RequestArrivals:
         ):  # not refused: the router knows rooms only, and would end the first request
             request_id = message.head.request_id
             logger.warning("duplicate request %s", request_id, extra=log.about(request_id))
-        elif not isinstance(message, SampledRequest) or (self._can_answer(message) and self._is_compiled(message)):
+        elif isinstance(message, PrefillRequest):
+            if message.early is None or self._can_answer(message):
+                self._arrive(message)
+        elif self._can_answer(message) and self._is_compiled(message):
             self._arrive(message)
 
-    def _can_answer(self, message: SampledRequest) -> bool:
+    def _can_answer(self, message: RequestMessage) -> bool:
         """Return whether tokens can be sent to the router that asks."""
         if self._core.tokens.expect(message.head.router, message.stamp.link):
             return True
@@ -387,7 +390,7 @@ class RequestArrivals:
             sampling,
             adapter,
             stop_ids,
-            prompt=PromptProgress(PromptOutput() if head.num_emitted else asked),
+            prompt=PromptProgress(PromptOutput() if head.num_emitted else asked, early=self._early_of(message)),
             holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash)),
         )
         if isinstance(message, SampledRequest):
@@ -397,6 +400,10 @@ class RequestArrivals:
                 self._fork(sequence, message.sampling, fork, message.prediction) for fork in message.forks
             ]
         return sequence
+
+    def _early_of(self, message: RequestMessage) -> SamplingParams | None:
+        """Return by what P draws the first token of the request, too; None if it does not."""
+        return message.early if isinstance(message, PrefillRequest) and self._info.samples else None
 
     def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork, prediction: bytes) -> Sequence:
         return Sequence(
@@ -423,8 +430,9 @@ class RequestArrivals:
         wrong = wrong or _wrong_ids("pooled_ids", asked.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
         if len(asked.pooled_ids) > MAX_POOLED_IDS:
             wrong = f"{len(asked.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
-        if sequence.sampling is not None:
-            wrong = wrong or wrong_sampling(sequence.sampling, self._info.vocab_size)
+        sampling = sequence.sampling or sequence.prompt.early
+        if sampling is not None:
+            wrong = wrong or wrong_sampling(sampling, self._info.vocab_size)
         if wrong:
             return InvalidRequest(wrong)
         if sequence.sampling is not None and sequence.sampling.grammar is not None:

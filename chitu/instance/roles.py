@@ -54,7 +54,8 @@ class InstanceRole(ABC):
     lost: type[ChituError] = DecodeLost
     """Error of the requests that end because the router is gone."""
     samples = True
-    """Whether the instance samples tokens. If not, the logits rows of its prompts go to aux slots."""
+    """Whether the instance samples the tokens of its requests. If not, the logits rows of its prompts go to aux slots,
+    and the first tokens that it draws itself are early ones."""
     layer_done: LayerCallback | None = None
     """Called after each layer of a step with chunks."""
     load: LoadMeter
@@ -135,7 +136,7 @@ class PrefillRole(InstanceRole):
         self._sender.abort(sequence.room, error)
 
     def finish(self, sequence: Sequence) -> None:
-        raise Internal(f"P sampled a token of {sequence.head.request_id}")
+        raise Internal(f"P decoded {sequence.head.request_id}")
 
     def schedule(self, plan: StepPlan) -> Step | None:
         self._early.needs_read = False
@@ -161,7 +162,7 @@ class PrefillRole(InstanceRole):
         self._prefill.after_launch(step.chunks)
         if step.chunks:
             self._sender.feed.end_step()
-        return []
+        return [chunk.sequence for chunk in step.chunks if chunk.is_last and chunk.sequence.prompt.early is not None]
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         self._prefill.after_read(chunks, slots, prompt_logprobs)

@@ -171,6 +171,8 @@ class PromptProgress:
     """D: engine rank and incarnation of the P that computes it; None if it is computed here."""
     announced: bool = False
     """P: D has reserved its pages, so what is computed can be delivered."""
+    early: SamplingParams | None = None
+    """P: by which it draws the first token ahead of D; None: it does not."""
     cached_tokens: int = 0
     """Tokens that are not computed because cached pages hold them. Known once the prefill is admitted, on D when the
     logits arrive."""

@@ -1,4 +1,5 @@
-"""D (or a unified instance) -> routers: one token message per step and router for all its requests. Step thread only.
+"""An instance -> routers: one token message per step and router for all its requests. P sends only first tokens that D
+confirms. Step thread only.
 
 A request names its router by its index (`router.hosts`), and its tokens go to the token port there.
 
@@ -41,6 +42,7 @@ class _Batch:
     prompt_logprobs: list[tuple[bytes, bytes]] = field(default_factory=list)
     weights: str = ""
     groups: list[tuple[bytes, list[int]]] = field(default_factory=list)
+    early: list[tuple[bytes, int]] = field(default_factory=list)
     sender: LinkSender[int] | None = None
     """Sender of the link; it keeps the number of tokens of each message. None until a request with a link came."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LINKS))
@@ -108,6 +110,12 @@ class TokenManager:
         if batch is not None:
             batch.groups.append((room, tokens))
 
+    def push_early(self, room: bytes, token: int, router: int = 0) -> None:
+        """Add the first token of a room, as P drew it."""
+        batch = self._batches.get(router)
+        if batch is not None:
+            batch.early.append((room, token))
+
     def note_cached(self, room: bytes, num_tokens: int, router: int = 0) -> None:
         """Report, with the room's first token, how many of its prompt tokens were cached and not computed."""
         batch = self._batches.get(router)
@@ -136,7 +144,7 @@ class TokenManager:
         while self._acks:
             self._on_ack(self._acks.popleft(), now_s)
         for batch in self._batches.values():
-            if batch.rooms or batch.groups or batch.finished:
+            if batch.rooms or batch.groups or batch.finished or batch.early:
                 self._flush(batch, now_s)
 
     def _on_ack(self, ack: LinkAck, now_s: float) -> None:
@@ -155,7 +163,8 @@ class TokenManager:
                 self._flush(batch, now_s)  # even an empty message tells that those before it are given up
 
     def _flush(self, batch: _Batch, now_s: float) -> None:
-        sender, count = batch.sender, len(batch.tokens) + sum([len(tokens) for _, tokens in batch.groups])
+        sender, count = batch.sender, len(batch.tokens) + len(batch.early)
+        count += sum([len(tokens) for _, tokens in batch.groups])
         if sender is not None and sender.is_full:
             self._drop(sender.give_up(math.inf))
         numbers = (sender.number, sender.link, sender.num_kept) if sender is not None else (0, 0, 0)
@@ -170,6 +179,7 @@ class TokenManager:
             batch.prompt_logprobs,
             batch.weights,
             batch.groups,
+            batch.early,
         )
         frame = encode(message)
         is_queued = batch.send(frame)
@@ -179,7 +189,7 @@ class TokenManager:
             self.tokens_dropped += count
         self.tokens_sent += count
         batch.rooms, batch.tokens, batch.finished, batch.logprobs, batch.cached = [], [], [], [], []
-        batch.prompt_logprobs, batch.weights, batch.groups = [], "", []
+        batch.prompt_logprobs, batch.weights, batch.groups, batch.early = [], "", [], []
 
     def _drop(self, messages: list[Sent[int]]) -> None:
         count = sum(sent.about for sent in messages)

@@ -106,6 +106,9 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
     end."""
     first_step_s: float | msgspec.UnsetType = msgspec.UNSET
     """The rest of the time to token 1 on D: its step, and the wait for that."""
+    confirm_s: float | msgspec.UnsetType = msgspec.UNSET
+    """The same, in place of `first_step_s`, if P's token 1 was shown: it came before `transfer_s`, and D only draws it
+    again. With `transfer_s` and a step of decoding, this is the time from token 1 to token 2."""
     decode_s: float | msgspec.UnsetType = msgspec.UNSET
     """From token 1, and the KV that token 2 needs, to the last token."""
     messages_s: float | msgspec.UnsetType = msgspec.UNSET
@@ -153,10 +156,16 @@ class Moments(NamedTuple):
 
 
 def attempt_stages(
-    created_s: float, first_token_s: float | None, ended_s: float, report: StageTimes | None, *, is_pair: bool
+    created_s: float,
+    first_token_s: float | None,
+    ended_s: float,
+    report: StageTimes | None,
+    *,
+    is_pair: bool,
+    is_early: bool = False,
 ) -> Stages:
     """Return the stages of an attempt, from three moments on the router's clock and from D's report, if it came. A
-    request counts as arrived, on P and on D, when the router sends it."""
+    request counts as arrived, on P and on D, when the router sends it. `is_early`: P's token 1 was shown."""
     created = round(1e6 * created_s)
     total = max(0, round(1e6 * ended_s) - created)
     if report is None:
@@ -181,7 +190,8 @@ def attempt_stages(
         queue_s=queue / 1e6,
         compute_s=compute / 1e6,
         transfer_s=(landed - ready + here - first) / 1e6 if is_pair else msgspec.UNSET,
-        first_step_s=(first - landed) / 1e6,
+        first_step_s=msgspec.UNSET if is_early else (first - landed) / 1e6,
+        confirm_s=(first - landed) / 1e6 if is_early else msgspec.UNSET,
         decode_s=(end - here) / 1e6,
         messages_s=(total - end) / 1e6,
     )

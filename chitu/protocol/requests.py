@@ -163,6 +163,9 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     output: PromptOutput = PromptOutput()
     """It travels with Success; none if output of another D follows the prompt."""
     stamp: LinkStamp = LinkStamp()
+    early: SamplingParams | None = None
+    """By which P draws the first token, too, as D will from the same row, and sends it at once (`TokenBatch.early`).
+    None: only D draws."""
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -290,6 +293,9 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     """Hash of the model, if it is another one from the tokens of this message on (a mixed change of weights)."""
     groups: list[tuple[bytes, list[int]]] = []
     """Rooms of requests with a `token_group`, and the newest tokens of each."""
+    early: list[tuple[bytes, int]] = []
+    """From P: rooms and the first token of each, which P drew from the row of logits that it sends to D. D's own first
+    token confirms it."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

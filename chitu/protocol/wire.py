@@ -11,7 +11,7 @@ import msgspec
 
 from chitu.errors import BadFrame, UnknownKind
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 T = TypeVar("T")
 
 

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
-from chitu.errors import ChituError, NoInstance, TokensLost, TooManyRequests
+from chitu.errors import ChituError, Integrity, NoInstance, TokensLost, TooManyRequests
 from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
@@ -47,6 +47,7 @@ from chitu.router.request import (
     PairChosen,
     ReaderGone,
     Silent,
+    TokenCameEarly,
     TokensBegan,
 )
 from chitu.router.retry import Failure
@@ -247,8 +248,44 @@ class Attempts:
         for generation in self._deadlines.expired(self._clock.monotonic()):
             self._apply(generation, OutOfTime())
 
-    def on_first_token(self, generation: Generation) -> None:
-        self._apply(generation, TokensBegan())
+    def on_first_token(self, attempt: Attempt) -> None:
+        """Handle the first token of an attempt's D, which is the newest of its generation. If P's came before, it was
+        shown: the same one confirms it and is no token more, another one ends the attempt."""
+        tokens = attempt.generation.tokens
+        if attempt.first_token is None:
+            attempt.first_token = tokens[-1]
+        else:
+            self.counters.tokens -= 1  # it was counted as P's
+            if not self._is_same(attempt, tokens.pop(), attempt.decode):
+                return
+            self.counters.early_tokens["confirmed"] += 1
+        self._apply(attempt.generation, TokensBegan())
+
+    def on_early_token(self, attempt: Attempt, token: int) -> None:
+        """Handle the first token of an attempt's P. It is shown, unless D's came before."""
+        generation, prefill = attempt.generation, attempt.prefill
+        if attempt.first_token is not None:
+            if prefill is not None and self._is_same(attempt, token, prefill):
+                self.counters.early_tokens["late"] += 1
+            return
+        attempt.first_token = token
+        generation.tokens.append(token)
+        self.counters.tokens += 1
+        self.counters.early_tokens["shown"] += 1
+        self._apply(generation, TokenCameEarly())
+        if not generation.dirty:  # `needs_no_wake` stays off: D's token must not only be appended
+            generation.dirty = True
+            self.dirty.append(generation)
+
+    def _is_same(self, attempt: Attempt, token: int, reporter: InstanceKey) -> bool:
+        """Return whether this is the attempt's first token. If not, P or D is wrong, and nobody can tell which: the
+        request continues with others, behind what was shown."""
+        if token == attempt.first_token:
+            return True
+        self.counters.early_tokens["different"] += 1
+        text = f"{attempt.pair} drew two first tokens from one row of logits: {attempt.first_token}, then {token}"
+        self.on_failure(attempt, Integrity(f"{text} by {reporter.name}"), reporter)
+        return False
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
         prefill = attempt.prefill

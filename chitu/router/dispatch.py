@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import msgspec
+
 from chitu.clock import Clock
 from chitu.errors import RequestLost
 from chitu.net.link import Sent
@@ -24,6 +26,7 @@ from chitu.protocol import (
     InstanceInfo,
     LinkAck,
     PrefillRequest,
+    PromptOutput,
     RequestHead,
     RequestMessage,
     SampledRequest,
@@ -34,11 +37,11 @@ from chitu.router.candidates import InstanceKey
 from chitu.router.generation import Attempt, GenerateRequest
 from chitu.router.members import ClusterMember, Dispatched, Members
 from chitu.tracing.trace_files import RouterTrace
-from chitu.types import Role
 
 logger = logging.getLogger(__name__)
 
 
+NO_OUTPUT = PromptOutput()
 TOKEN_GROUP = 16
 """Most tokens of a whole answer that come together. A D that dies takes at most one fewer with it, which the next one
 computes again."""
@@ -61,6 +64,22 @@ def max_choices(instance: InstanceInfo, num_tokens: int) -> int:
     return max(1, most)
 
 
+def is_drawn_early(attempt: Attempt) -> bool:
+    """Return whether P draws the attempt's first token, too. It has no grammars, D's tokens bring logprobs and what the
+    prompt's states give, forks have a seed each, and of an answer that is not streamed nobody reads one token."""
+    request, way = attempt.generation.request, attempt.way
+    sampling = request.sampling
+    return (
+        request.wake_per_token
+        and attempt.group is None
+        and way.prefill is not None
+        and way.prefill.device == way.decode.device
+        and sampling.grammar is None
+        and sampling.logprobs is None
+        and sampling.prompt_output == NO_OUTPUT
+    )
+
+
 class Dispatcher:
     def __init__(
         self,
@@ -68,9 +87,12 @@ class Dispatcher:
         router: int,
         clock: Clock,
         trace: RouterTrace,
+        early_token: bool,
     ) -> None:
-        """`router`: index of this router in `router.hosts`, by which instances know where to reply."""
+        """`router`: index of this router in `router.hosts`, by which instances know where to reply. `early_token`:
+        whether P draws first tokens, too."""
         self.trace = trace
+        self._early_token = early_token
         self._members = members
         self._router = router
         self._clock = clock
@@ -104,6 +126,8 @@ class Dispatcher:
         prefill_half = PrefillRequest(
             head, decode.engine_rank, decode.incarnation, request.sampling.prompt_output, to_prefill.sender.stamp
         )
+        if self._early_token and is_drawn_early(attempt):
+            prefill_half = msgspec.structs.replace(prefill_half, early=request.sampling)
         if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode
         return None if self._post(to_prefill, prefill_half, attempt.created_s) else attempt.prefill
@@ -125,8 +149,7 @@ class Dispatcher:
     def on_heartbeat(self, member: ClusterMember, heartbeat: Heartbeat) -> list[Missed]:
         """Retransmit lost messages, and return the requests that will not reach this instance."""
         key, now_s, sender = member.key, self._clock.monotonic(), member.sender
-        if key.role is not Role.PREFILL:
-            self._acknowledge(member)
+        self._acknowledge(member)
         ack = next((ack for ack in heartbeat.acks if ack.link == sender.link), None)
         news = sender.on_ack(ack, heartbeat.reads > member.reads, now_s)
         member.reads = heartbeat.reads

@@ -35,6 +35,8 @@ class GenerationState(Enum):
     """It was not sent to any instance yet."""
     PREFILL = auto()
     """An attempt was dispatched, and has no token yet."""
+    EARLY = auto()
+    """P has sent the attempt's first token, and D, which draws it again, has not yet."""
     DECODE = auto()
     """The attempt emits tokens."""
     DECODE_ALONE = auto()
@@ -52,16 +54,18 @@ class GenerationEvent(Enum):
 
     CHOSEN = auto()
     """A pair was found for the first or for another attempt."""
+    EARLY_TOKEN = auto()
+    """The present attempt received its first token from P."""
     FIRST_TOKEN = auto()
-    """The present attempt received its first token."""
+    """The present attempt received its first token from D."""
     PREFILL_DIED = auto()
     """P's process ended."""
     FAIL = auto()
     """The present attempt failed."""
     STALL = auto()
-    """The attempt has no token and none can come: a half did not reach its instance."""
+    """The attempt has no token of D and none can come: a half did not reach its instance."""
     PREFILL_LOST = auto()
-    """P left, was silent for too long or died. An attempt without a token moves if there is another pair, else it
+    """P left, was silent for too long or died. An attempt without a token of D moves if there is another pair, else it
     stays."""
     SILENCE = auto()
     """D receives nothing from P, and KV may be missing. The attempt moves if there is another pair, else it stays."""
@@ -76,14 +80,17 @@ class GenerationEvent(Enum):
 
 
 _S, _E = GenerationState, GenerationEvent
-RUNNING: Final = (_S.PREFILL, _S.DECODE, _S.DECODE_ALONE)
+RUNNING: Final = (_S.PREFILL, _S.EARLY, _S.DECODE, _S.DECODE_ALONE)
 """States in which an attempt runs."""
+UNCONFIRMED: Final = (_S.PREFILL, _S.EARLY)
+"""Those in which D has sent no token."""
 GENERATION_TRANSITIONS: Final[Mapping[tuple[GenerationState, GenerationEvent], GenerationState]] = {
     (_S.ASKED, _E.CHOSEN): _S.PREFILL,
-    (_S.PREFILL, _E.FIRST_TOKEN): _S.DECODE,
+    (_S.PREFILL, _E.EARLY_TOKEN): _S.EARLY,
+    **{(state, _E.FIRST_TOKEN): _S.DECODE for state in UNCONFIRMED},
     (_S.DECODE, _E.PREFILL_DIED): _S.DECODE_ALONE,
-    (_S.PREFILL, _E.STALL): _S.RETRYING,
-    (_S.PREFILL, _E.PREFILL_LOST): _S.PREFILL,
+    **{(state, _E.STALL): _S.RETRYING for state in UNCONFIRMED},
+    **{(state, _E.PREFILL_LOST): state for state in UNCONFIRMED},
     **{(state, _E.SILENCE): state for state in RUNNING},
     **{(state, _E.FAIL): _S.RETRYING for state in RUNNING},
     **{(state, _E.CHOSEN): _S.PREFILL for state in (*RUNNING, _S.RETRYING)},
@@ -95,6 +102,7 @@ GENERATION_TRANSITIONS: Final[Mapping[tuple[GenerationState, GenerationEvent], G
 """(state, event) -> next state; a pair that is not here is absorbed."""
 GENERATION_AWAITS: Final[Mapping[GenerationState, str]] = {
     GenerationState.PREFILL: "the first token of {peer}",
+    GenerationState.EARLY: "the first token of {peer} again, from its D",
     GenerationState.DECODE: "the last token of {peer}",
     GenerationState.DECODE_ALONE: "the last token of {peer}",
     GenerationState.RETRYING: "another pair than {peer}",
@@ -167,7 +175,11 @@ class Attempt(Struct, eq=False):
     """Output tokens of earlier attempts, at the end of `token_ids`."""
     groups: Groups = NO_GROUPS
     """Groups that P and D are in."""
+    first_token: int | None = None
+    """Its first token, as P or D has sent it, whichever came first: the other's must be the same."""
     first_token_s: float | None = None
+    is_early: bool = False
+    """Whether P's came first."""
     cached_tokens: int = 0
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
     drafts: DraftCounts = ()
@@ -199,7 +211,14 @@ class Attempt(Struct, eq=False):
         finish = self.generation.finish
         # All zeros if the last token came, but D's report of the end did not.
         report = finish.stages if finish is not None and finish.stages.total_s else None
-        return attempt_stages(self.created_s, self.first_token_s, ended_s, report, is_pair=self.prefill is not None)
+        return attempt_stages(
+            self.created_s,
+            self.first_token_s,
+            ended_s,
+            report,
+            is_pair=self.prefill is not None,
+            is_early=self.is_early,
+        )
 
     def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
         """Return its record. `state` is None while it runs."""

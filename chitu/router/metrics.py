@@ -88,11 +88,17 @@ class RouterMetrics(msgspec.Struct):
     stale_tokens: int = 0
     """Tokens of rooms that are over (cancelled, timed out) or never were of this process."""
     bad_token_messages: int = 0
+    early_tokens: Counts = _counts()
+    """First tokens that P drew, too: `shown` ahead of D's, `confirmed` by D's, `late` (D's was shown), `different`
+    from D's, or `stale` (its room is over)."""
 
     ttft: TimeHistogram = _histogram()
-    """Time from acceptance to the first token, measured on the router, as the next two."""
+    """Time from acceptance to the first token, measured on the router, as the next three."""
     inter_token: TimeHistogram = _histogram()
     """Time between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
+    second_token: TimeHistogram = _histogram()
+    """Time from the first token to the second one of requests that are read token by token: what an early first token
+    does not shorten."""
     e2e: TimeHistogram = _histogram()
     """Time from acceptance to the end of finished requests."""
     stages: dict[str, Histograms] = msgspec.field(

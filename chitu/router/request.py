@@ -72,8 +72,12 @@ class NoPair(Event):
     failure: Failure
 
 
+class TokenCameEarly(Event):
+    """The present attempt received its first token from P."""
+
+
 class TokensBegan(Event):
-    """The present attempt received its first token."""
+    """The present attempt received its first token from D."""
 
 
 class Finished(Event):
@@ -94,7 +98,7 @@ class AttemptFailed(Event):
 
 
 class NotDelivered(Event):
-    """A half of the request does not reach its instance. Ignored after the first token, which took both halves."""
+    """A half of the request does not reach its instance. Ignored after D's first token, which took both halves."""
 
     error: ChituError
     reporter: InstanceKey
@@ -197,8 +201,13 @@ class GenerationMachine:
             self._chosen(generation, attempt, event)
         elif attempt is None:
             pass  # it is over, or was sent to no instance
+        elif isinstance(event, TokenCameEarly):
+            if self._enter(generation, _E.EARLY_TOKEN):
+                attempt.is_early = True
+                self._started(generation, attempt)
         elif isinstance(event, TokensBegan):
-            self._started(generation, attempt)
+            if self._enter(generation, _E.FIRST_TOKEN) and not attempt.is_early:
+                self._started(generation, attempt)
         elif isinstance(event, Finished):
             self._finished(generation, attempt, event)
         elif isinstance(event, ReaderGone):
@@ -280,8 +289,6 @@ class GenerationMachine:
             self._fail(generation, attempt, failure.error)
 
     def _started(self, generation: Generation, attempt: Attempt) -> None:
-        if not self._enter(generation, _E.FIRST_TOKEN):
-            return
         attempt.first_token_s = self._now_s
         generation.cached_tokens = min(attempt.cached_tokens, generation.request.num_tokens)
         is_first = generation.first_token_s is None

@@ -144,6 +144,32 @@ def test_every_row_of_any_batch_gets_the_naive_samplers_token(
             emitted[slot].append(expected)
 
 
+@given(
+    st.lists(params, min_size=1, max_size=9),
+    st.integers(0, 2**32),
+    st.integers(1, 12),
+    st.integers(0, 3),
+    st.sampled_from([VOCAB, 4099, 50_257]),
+)
+def test_p_and_d_draw_the_same_token_from_a_row(
+    batch: list[SamplingParams], seed: int, prompt_len: int, num_emitted: int, vocab: int
+) -> None:
+    """P has the row among others of its step, D copies it from an aux row, with other requests of its own: the early
+    token (ADR 65), also behind tokens of an earlier attempt."""
+    rng = np.random.default_rng(seed)
+    on_p, on_d = Sampler(len(batch), vocab, CPU, EOS), Sampler(len(batch) + 1, vocab, CPU, EOS)
+    tokens = [ids(rng.integers(0, vocab, prompt_len + num_emitted)) for _ in batch]
+    logits = logits_of(len(batch), seed=seed % 1000, vocab=vocab)
+    for slot, p in enumerate(batch):
+        on_p.admit(slot, tokens[slot], prompt_len, p)
+        on_d.admit(len(batch) - slot, tokens[slot], prompt_len, p)
+    early = on_p.sample(logits, list(range(len(batch)))).tolist()
+    rows = np.frombuffer(logits.numpy().tobytes(), np.float32).reshape(logits.shape).copy()
+    for slot in rng.permutation(len(batch)).tolist():
+        alone = on_d.sample(torch.from_numpy(rows[slot : slot + 1]), [len(batch) - slot])
+        assert alone.tolist() == [early[slot]], batch[slot]
+
+
 MIXED = [
     GREEDY,
     SamplingParams(max_tokens=9, seed=11),

@@ -22,7 +22,7 @@ from test_member_groups import GREEDY, OUTPUT_TOKENS, client_of, prompts_of, sta
 from chitu.config.cluster_key import cluster_key_of
 from chitu.launch.local import LocalCluster
 from chitu.net.curve import derive
-from chitu.tools.make_model import make_model
+from chitu.tools.make_model import make_model, train_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT_LENGTHS = (1, 20, 65, 150)
@@ -80,6 +80,7 @@ def test_members_that_share_experts_give_the_tokens_of_one_engine(
 
 def test_a_member_drafts_by_the_model_without_a_turn_of_the_others(tmp_path: Path) -> None:
     write_random(tmp_path)
+    train_tokenizer(VOCAB).save(str(tmp_path / "tokenizer.json"))
     prompts = [[1 + token % (VOCAB - 1) for token in prompt] for prompt in prompts_of(PROMPT_LENGTHS, 7)]
     right = generate(Engine(tmp_path, max_model_len=512), prompts, OUTPUT_TOKENS)
     settings = ("scheduler.speculation=mtp",)

@@ -10,6 +10,7 @@ from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import TransferFailed
 from chitu.instance.requests import REPEATS
+from chitu.router.generation import GenerationState
 from chitu.types import Role
 
 BEAT_S = DEADLINES.heartbeat_interval_s
@@ -262,14 +263,18 @@ def test_a_pair_whose_two_do_not_hear_each_other_is_left_after_the_first_silence
     assert (prefill, decode) in pairs and all(attempts(client) == 1 for client in clients)
 
 
-def test_kv_that_does_not_arrive_behind_the_first_token_moves_too() -> None:
+@pytest.mark.parametrize("state", [GenerationState.EARLY, GenerationState.DECODE])
+def test_kv_that_does_not_arrive_behind_the_first_token_moves_too(state: GenerationState) -> None:
     world = RoutedWorld(2, 2)
     client = ask(world, num_tokens=30)
     prefill, decode = (serving(world, client, role) for role in (Role.PREFILL, Role.DECODE))
-    while not client.tokens:
+    while client.generation is None or client.generation.state is not state:
         world.turns(1)
-    assert decode.scheduler is not None and attempts(client) == 1
+    assert decode.scheduler is not None and attempts(client) == 1 and len(client.tokens) == 1
     silence(world, prefill, decode, "to P and to D")
+    if state is GenerationState.EARLY:  # D waits for P's answer to its abortion
+        world.turns(100)
+        world.silence.clear()
     world.settle_down(3.0 + DEADLINES.transfer_s)
     assert client.end == "finished"
 

@@ -3,7 +3,8 @@ not aware of it. `python -m support.planted_scheduler`
 
 `model`: a folder that replaces the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
 D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`. `faults`: a
-`FaultConfig`, of this instance alone.
+`FaultConfig`, of this instance alone. `early`: P draws first tokens with another `seed`, at another `position`, or
+takes the `next` token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_t
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
-from chitu.protocol import RankMemory, TransportSession
+from chitu.protocol import RankMemory, SamplingParams, TransportSession
 from chitu.serve.factories import Factories, build_real_rank
 from chitu.serve.scheduler import main
 from chitu.types import Role, instance_name
@@ -53,10 +54,31 @@ class WrongAttention:
         return mixed * 1.5 if layer == self._layer else mixed
 
 
+class WrongSampler:
+    """A sampler whose draws are not those that its requests ask for."""
+
+    def __init__(self, sampler: Any, fault: str) -> None:
+        self._sampler, self._fault = sampler, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def admit(self, slot: int, token_ids: Any, prompt_len: int, params: SamplingParams) -> None:
+        if self._fault == "seed":
+            params = msgspec.structs.replace(params, seed=params.seed + 1)
+        self._sampler.admit(slot, token_ids, prompt_len - (self._fault == "position"), params)
+
+    def sample(self, logits: Any, slots: list[int]) -> Any:
+        tokens = self._sampler.sample(logits, slots)
+        return (tokens + 1) % self._sampler.vocab_size if self._fault == "next" else tokens
+
+
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> Any:
     fault = planted(instance.name)
     model = msgspec.structs.replace(topology.model, path=fault.get("model", topology.model.path))
     rank: Any = build_real_rank(msgspec.structs.replace(topology, model=model), instance, tp_rank, progress)
+    if "early" in fault:
+        rank.runner._sampler = WrongSampler(rank.runner._sampler, fault["early"])
     if "kernel" in fault:
         decoder = rank.runner._model
         object.__setattr__(decoder, "ops", WrongAttention(decoder.ops, fault["kernel"], rank.pool.layout.num_layers))

@@ -57,16 +57,17 @@ def attempts(draw: Callable[..., float], number: int) -> list[RequestSnapshot]:
     return made
 
 
-@given(CLOCK_S, st.none() | CLOCK_S, CLOCK_S, REPORTS, st.booleans())
+@given(CLOCK_S, st.none() | CLOCK_S, CLOCK_S, REPORTS, st.booleans(), st.booleans())
 def test_the_stages_of_an_attempt_add_up(
-    created_s: float, first_s: float | None, ended_s: float, report: StageTimes | None, is_pair: bool
+    created_s: float, first_s: float | None, ended_s: float, report: StageTimes | None, is_pair: bool, is_early: bool
 ) -> None:
-    stages = attempt_stages(created_s, first_s, ended_s, report, is_pair=is_pair)
+    is_early &= is_pair
+    stages = attempt_stages(created_s, first_s, ended_s, report, is_pair=is_pair, is_early=is_early)
     assert min(spans_us(stages)) >= 0
     assert sum(spans_us(stages)) == us(record(created_s, first_s, ended_s, stages).total_s or 0.0)
     assert sum(spans_us(stages)) == max(0, us(ended_s) - us(created_s))
     names = [name for name, _ in stages.known()]
-    unknown = () if is_pair else ("admission", "transfer")
+    unknown = (*(() if is_pair else ("admission", "transfer")), "first_step" if is_early else "confirm")
     assert names == (
         ["prefill", "decode"] if report is None else [name for name in REPORTED_STAGES if name not in unknown]
     )

@@ -43,6 +43,7 @@ from chitu.router.request import (
     PairChosen,
     ReaderGone,
     Silent,
+    TokenCameEarly,
     TokensBegan,
 )
 from chitu.router.retry import MAX_DEATHS, Failure
@@ -97,6 +98,10 @@ class World:
         self.generation.tokens += tokens
         return self.give(TokensBegan())
 
+    def emit_early(self, token: int) -> list[Effect]:
+        self.generation.tokens.append(token)
+        return self.give(TokenCameEarly())
+
     def begun(self) -> list[int]:
         """Return the numbers of the attempts."""
         return [effect.attempt.number for effect in self.effects if isinstance(effect, Begin)]
@@ -112,6 +117,7 @@ class World:
 FAILS = AttemptFailed(TransferFailed("x"), D)
 ROAD: dict[GenerationState, Callable[[World], object]] = {
     S.PREFILL: lambda world: None,
+    S.EARLY: lambda world: world.emit_early(5),
     S.DECODE: lambda world: world.emit(5),
     S.DECODE_ALONE: lambda world: (world.emit(5), world.give(InstanceLost(P, "killed", True))),
     S.RETRYING: lambda world: world.give(FAILS),
@@ -123,6 +129,7 @@ ROAD: dict[GenerationState, Callable[[World], object]] = {
 
 INPUTS: dict[str, tuple[Callable[[World], Event], GenerationEvent | None]] = {
     "first_token": (lambda world: TokensBegan(), E.FIRST_TOKEN),
+    "early_token": (lambda world: TokenCameEarly(), E.EARLY_TOKEN),
     "chosen": (lambda world: world.chosen(1, failure=Failure(TransferFailed("x"), frozenset())), E.CHOSEN),
     "no_pair": (lambda world: NoPair(Failure(TransferFailed("x"), frozenset())), E.NO_PAIR),
     "finished": (lambda world: Finished(Finish(b"", "length")), E.FINISH),
@@ -170,7 +177,7 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: Ge
     is_ds_word = name == "finished"
     assert (Cancel in kinds) is (Ended in kinds and not is_ds_word)
     assert (CountServed in kinds) is (target is S.FINISHED)
-    assert (CountStarted in kinds) is (event is E.FIRST_TOKEN)
+    assert (CountStarted in kinds) is (state is S.PREFILL and event in (E.EARLY_TOKEN, E.FIRST_TOKEN))
     assert (Blame in kinds) is (event in (E.FAIL, E.STALL))
     assert world.in_hand() == (0 if target in OVER else 1)
     assert (world.generation.attempt is None) is (target in OVER)
@@ -187,7 +194,8 @@ def test_a_request_ends_once_and_one_whose_attempt_failed_gets_a_pair_or_ends() 
     assert not [source for source, _ in GENERATION_TRANSITIONS if source in OVER]
     after = {target for (source, _), target in GENERATION_TRANSITIONS.items() if source is S.RETRYING}
     assert after == {S.PREFILL, *OVER}
-    assert {source for source, event in GENERATION_TRANSITIONS if event in (E.STALL, E.PREFILL_LOST)} == {S.PREFILL}
+    waits_for_d = {source for source, event in GENERATION_TRANSITIONS if event in (E.STALL, E.PREFILL_LOST)}
+    assert waits_for_d == {S.PREFILL, S.EARLY}
     for state in (*RUNNING, S.RETRYING):  # the clock and the client may end a request at any time
         assert GENERATION_TRANSITIONS[state, E.GIVE_UP] is S.FAILED
         assert GENERATION_TRANSITIONS[state, E.CANCEL] is S.CANCELLED

@@ -278,7 +278,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         PrefillRequest(
             RequestHead(ROOM, "cmpl-1", pack_i32([1, 2]), weights=2, options=RequestOptions(adapter="sql")),
-            *(0, 7, PromptOutput(pooling="last"), LinkStamp(5, 3, 1)),
+            *(0, 7, PromptOutput(pooling="last"), LinkStamp(5, 3, 1), SamplingParams(max_tokens=1, seed=9)),
         ),
         scheduler_codec,
         "",
@@ -295,6 +295,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "decode_incarnation": 7,
             "output": {"pooling": "last"},
             "stamp": [5, 3, 1],
+            "early": {"max_tokens": 1, "seed": 9},
         },
     ),
     (
@@ -368,6 +369,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [],
             [(ROOM, 16)],
             groups=[(ROOM, [1, 2])],
+            early=[(ROOM, 3)],
         ),
         token_codec,
         "",
@@ -403,12 +405,13 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [],
             "",
             [[ROOM, [1, 2]]],
+            [[ROOM, 3]],
         ],
     ),
     (
         TokenBatch(7, [ROOM, ROOM], [42, 5], [], 9, 0, 0, [(1, pack_logprobs(-1.5, [(42, -0.5), (5, -1.5)]))]),
         token_codec,
-        "9dab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090a090",
+        "9eab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090a09090",
         [
             "token_batch",
             7,
@@ -422,6 +425,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [],
             [],
             "",
+            [],
             [],
         ],
     ),

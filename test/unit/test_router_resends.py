@@ -249,7 +249,7 @@ def test_a_lost_half_and_the_cancellation_behind_it_come_again_in_their_order(na
     count = len(world.outbox.sent)
     instances.beat()
     sent = world.outbox.sent[count:]
-    assert [to for to, m in sent if isinstance(m, LinkAck)] == ["D0"] and len(sent) == 1, "the answer to D alone"
+    assert [to for to, m in sent if isinstance(m, LinkAck)] == ["P0", "D0"] and len(sent) == 2, "only the answers"
 
 
 @pytest.mark.parametrize("name", ["P0", "D0"])

@@ -37,6 +37,7 @@ from chitu.types import Role, instance_name
 PART_SAMPLES = 400
 """Samples of a part; they take about 3 ms."""
 PER_INSTANCE = ("role", "instance")
+EARLY_OUTCOMES = ("shown", "confirmed", "late", "different", "stale")
 _BOUNDS = [*map(floatToGoString, TIME_BOUNDS_S), "+Inf"]
 _ROLE_OF_LETTER = {role.letter: str(role) for role in Role}
 
@@ -212,10 +213,19 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
     )
     yield from counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", one(total.prompt_tokens))
     yield from counter("chitu_output_tokens", "Tokens received for requests", one(total.tokens - total.stale_tokens))
+    yield from counter(
+        "chitu_early_tokens",
+        "First tokens that P drew before D did, by what became of them",
+        by_key(total.early_tokens, EARLY_OUTCOMES),
+        ("outcome",),
+    )
     yield from counter("chitu_stale_tokens", "Tokens that came for requests that were over", one(total.stale_tokens))
     yield from histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
     yield from histogram(
         "chitu_inter_token_latency_seconds", "From a token to the next one of its request", total.inter_token
+    )
+    yield from histogram(
+        "chitu_second_token_seconds", "From the first token to the second one of a stream", total.second_token
     )
     yield from histogram(
         "chitu_request_duration_seconds", "From acceptance to the end of requests that ended well", total.e2e
