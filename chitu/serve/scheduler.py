@@ -129,7 +129,7 @@ def _member(topology: Topology, role: Role, engine_rank: int) -> tuple[Instance,
         of_group = f" and dp_size {config.dp_size}" if config.dp_size > 1 else ""
         raise ConfigError(
             f"{first.key}.tp_size is {config.tp_size}{of_group}, but torchrun started {ranks.world_size} ranks: give "
-            f"--nproc-per-node={config.num_devices}"
+            f"--nproc-per-node={config.members_per_host * config.tp_size}"
         )
     if first.data_rank:
         raise ConfigError(f"{first.name} is member {first.data_rank} of a group: give the --rank of its first member")
@@ -142,7 +142,7 @@ def _serve(topology: Topology, instance: Instance, tp_rank: int, factories: Fact
         from chitu.instance.ranks import follow
 
         return follow(topology, instance, tp_rank, factories.open_transports)
-    progress = ProgressWriter(data_rank=instance.data_rank)
+    progress = ProgressWriter(data_rank=instance.place)
     incarnation = new_incarnation()
     secrets = derive(cluster_key_of(topology))
     try:
@@ -229,7 +229,7 @@ def _build(
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
     )
-    group = _meet_members(rank, incarnation)
+    group = _meet_members(instance, rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
     if group is not None:
         info = msgspec.structs.replace(info, group=group.place)
@@ -239,13 +239,13 @@ def _build(
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end)
 
 
-def _meet_members(rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:
+def _meet_members(instance: Instance, rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:
     """Return the group of this instance; None if it is alone."""
     if rank.members is None:
         return None
     from chitu.instance.member_group import MemberGroup
 
-    return MemberGroup(rank.members, incarnation)
+    return MemberGroup(rank.members, incarnation, instance.config.members_per_host)
 
 
 def _join_followers(
