@@ -88,7 +88,7 @@ class PDSchedulerService:
         engine: LoadedEngine,
         waker: Waker,
         build: Build,
-        begin_end: Callable[[], Callable[[], bool]] | None = None,
+        begin_end: Callable[[bool], Callable[[], bool | None]] | None = None,
     ) -> None:
         """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
         step thread. `begin_end`: that of its group (`member_group.py`), if it is in one."""
@@ -258,9 +258,10 @@ class PDSchedulerService:
         if self._begin_end is None or self._exit_code:
             return
         self._comm.contacts.drain()  # one that was idle has told nobody yet
-        have_finished = self._begin_end()
-        while not (have_finished() or self._skip_drain.is_set()):
+        may_stay_away = self._begin_end(self._signalled.is_set())
+        while (found := may_stay_away()) is None and not self._skip_drain.is_set():
             time.sleep(0.02)
+        self.was_drained = self.was_drained and found is not False
 
     @property
     def _must_end(self) -> bool:

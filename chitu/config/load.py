@@ -367,6 +367,16 @@ def slurm_node() -> tuple[int, str] | None:
     return _env_int("SLURM_NODEID", 0), nodes
 
 
+def lws_hosts() -> tuple[str, ...] | None:
+    """Return the names of the pods of a group of a LeaderWorkerSet, the leader's first, else None. The name of worker k
+    is that of the leader with `-k` behind the pod's."""
+    leader, size = os.environ.get("LWS_LEADER_ADDRESS", ""), _env_int("LWS_GROUP_SIZE", 1)
+    if not leader or size < 2:
+        return None
+    pod, dot, domain = leader.partition(".")
+    return (leader, *(f"{pod}-{index}{dot}{domain}" for index in range(1, size)))
+
+
 def cluster_key() -> str:
     """Return `CHITU_CLUSTER_KEY`: the cluster's secret, which overrides the one of the topology file; "" if unset."""
     return os.environ.get(ENVIRONMENT_KEY, "")

@@ -271,13 +271,18 @@ class PDDisaggregationConfig(Section, frozen=True):
 
 
 class InstanceConfig(Section, frozen=True):
-    """One instance, or a group of `dp_size` instances that live and die together: one torchrun."""
+    """One instance, or a group of `dp_size` instances that live and die together: one torchrun, on each host."""
 
     host: str = "127.0.0.1"
     """Address at which the router and the peers reach the instance."""
     port: Port = 0
     """Port on which it receives requests. Of a group that of its first member, the next ones follow; 0: any free
     ones."""
+    hosts: tuple[str, ...] = ()
+    """Hosts of a group, in place of `host`: an equal number of its members is on each, the first ones on the first."""
+    rendezvous_port: Port = 0
+    """Port of the first of several `hosts` at which the processes of all of them find each other. It has to be given
+    then."""
     devices: tuple[str, ...] = AUTO_DEVICES
     """`auto`: the next `dp_size` x `tp_size` GPUs that the node may use, in the order of the topology, or CPUs if it
     has none. Else one device per rank, `cpu` or `cuda:N`: the Nth of those GPUs; those of a member stand side by side.
@@ -304,6 +309,14 @@ class InstanceConfig(Section, frozen=True):
     def num_devices(self) -> int:
         """Devices of all members."""
         return self.dp_size * self.tp_size
+
+    @property
+    def all_hosts(self) -> tuple[str, ...]:
+        return self.hosts or (self.host,)
+
+    @property
+    def members_per_host(self) -> int:
+        return max(1, self.dp_size // len(self.all_hosts))
 
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affinity"]

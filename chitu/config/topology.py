@@ -37,7 +37,7 @@ class Instance:
     role: Role
     engine_rank: int
     config: InstanceConfig
-    """Configuration of its entry, with the port and the devices of this member alone."""
+    """Configuration of its entry, with the host, the port and the devices of this member alone."""
     data_rank: int = 0
     """Its number in its group."""
     entry: int | None = None
@@ -46,6 +46,11 @@ class Instance:
     @property
     def name(self) -> str:
         return instance_name(self.role, self.engine_rank)
+
+    @property
+    def place(self) -> int:
+        """Its number among the members on its host."""
+        return self.data_rank % self.config.members_per_host
 
     @property
     def key(self) -> str:
@@ -58,12 +63,15 @@ class Instance:
 
 
 class Group(NamedTuple):
-    """One torchrun of the topology: one entry of the YAML, with `dp_size` members."""
+    """One entry of the YAML, with `dp_size` members, or the part of it that one host has: one torchrun."""
 
     first: Instance
     members: tuple[Instance, ...]
     config: InstanceConfig
-    """The entry as it is, with the port of the first member and the devices of all."""
+    """The entry as it is, with the port of the first member and the devices of all. Of a part: with its host, and with
+    the size and the devices of this part alone."""
+    node_rank: int = 0
+    """Number of a part's host among `hosts`."""
 
     @property
     def role(self) -> Role:
@@ -83,6 +91,11 @@ class Group(NamedTuple):
         """`D0`, or `D0-D3` of several members."""
         return self.first.name if len(self.members) == 1 else f"{self.first.name}-{self.members[-1].name}"
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other hosts have other parts of it."""
+        return len(self.config.hosts) > 1
+
 
 def groups(topology: Topology) -> tuple[Group, ...]:
     """Return the entries of the topology, P first, in their order."""
@@ -99,14 +112,42 @@ def groups(topology: Topology) -> tuple[Group, ...]:
     return tuple(found)
 
 
+def parts(topology: Topology) -> tuple[Group, ...]:
+    """Return what each host has of each group, in the order of the topology: the torchruns of the cluster."""
+    return tuple(part for group in groups(topology) for part in _parts_of(group))
+
+
+def _parts_of(group: Group) -> Iterator[Group]:
+    config, size = group.config, group.config.members_per_host
+    if len(config.all_hosts) == 1:
+        host = config.all_hosts[0]
+        yield group if host == config.host else group._replace(config=msgspec.structs.replace(config, host=host))
+        return
+    for node_rank, host in enumerate(config.hosts):
+        members = group.members[node_rank * size : (node_rank + 1) * size]
+        if not members:  # the checks report it
+            continue
+        devices = _devices_of(config, node_rank * size, size)
+        own = msgspec.structs.replace(config, host=host, dp_size=len(members), devices=devices)
+        yield Group(members[0], members, own, node_rank)
+
+
 def _of_member(config: InstanceConfig, data_rank: int) -> InstanceConfig:
-    """Return an entry with the port and the devices of one of its members."""
+    """Return an entry with the host, the port and the devices of one of its members."""
+    hosts = config.all_hosts
+    host = hosts[min(data_rank // config.members_per_host, len(hosts) - 1)]
     if config.dp_size == 1:
-        return config
-    devices, first = config.devices, data_rank * config.tp_size
-    if len(devices) == config.num_devices and devices != AUTO_DEVICES:  # else the checks report it
-        devices = devices[first : first + config.tp_size]
-    return msgspec.structs.replace(config, port=config.port + data_rank if config.port else 0, devices=devices)
+        return config if host == config.host else msgspec.structs.replace(config, host=host)
+    devices = _devices_of(config, data_rank, 1)
+    port = config.port + data_rank if config.port else 0
+    return msgspec.structs.replace(config, host=host, port=port, devices=devices)
+
+
+def _devices_of(config: InstanceConfig, data_rank: int, num_members: int) -> tuple[str, ...]:
+    """Return the devices of these members of an entry."""
+    if len(config.devices) != config.num_devices or config.devices == AUTO_DEVICES:  # the checks report the first
+        return config.devices
+    return config.devices[data_rank * config.tp_size :][: num_members * config.tp_size]
 
 
 def instances(topology: Topology) -> tuple[Instance, ...]:
@@ -114,17 +155,17 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
     return tuple(member for group in groups(topology) for member in group.members)
 
 
-def find_group(topology: Topology, name: str) -> Group:
+def find_part(topology: Topology, name: str) -> Group:
     """Return the torchrun with this name (`D0-D1`), or with a member of this name (`D1`)."""
-    for group in groups(topology):
-        if name in (group.name, *(member.name for member in group.members)):
-            return group
+    for part in parts(topology):
+        if name in (part.name, *(member.name for member in part.members)):
+            return part
     raise ConfigError(f"the topology has no process {name!r}")
 
 
 def process_of(topology: Topology, instance: Instance) -> str:
     """Return the name of the process that an instance is in."""
-    return find_group(topology, instance.name).name
+    return find_part(topology, instance.name).name
 
 
 def places(router: RouterConfig) -> list[tuple[Role, int]]:
@@ -133,10 +174,10 @@ def places(router: RouterConfig) -> list[tuple[Role, int]]:
     return [(role, rank) for role, size in sizes.items() for rank in range(size)]
 
 
-def groups_of(topology: Topology, members: Iterable[Instance]) -> list[Group]:
-    """Return the groups of these members, in the order of the topology."""
-    keys = {member.key for member in members}
-    return [group for group in groups(topology) if group.key in keys]
+def parts_of(topology: Topology, members: Iterable[Instance]) -> list[Group]:
+    """Return the torchruns of these members, in the order of the topology."""
+    names = {member.name for member in members}
+    return [part for part in parts(topology) if any(member.name in names for member in part.members)]
 
 
 def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
@@ -227,7 +268,10 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
     def there(old: str) -> str:
         return old if is_loopback(old) or old in ALL_ADDRESSES else host
 
-    moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
+    def together(item: Group) -> InstanceConfig:
+        return msgspec.structs.replace(item.config, host=there(item.config.all_hosts[0]), hosts=())
+
+    moved = with_instances(topology, together)
     return with_router(moved, host=there(router.host), hosts=tuple(map(there, router.hosts)))
 
 
@@ -334,6 +378,9 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
             yield f"{API_PORT} (+{place + 1}, of one router alone)", each.host, own_api_port(router, index)
     for instance in instances(topology):
         yield instance.port_key, instance.config.host, instance.config.port
+    for group in groups(topology):
+        if group.is_part:
+            yield f"{group.key}.rendezvous_port", group.config.hosts[0], group.config.rendezvous_port
 
 
 def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:

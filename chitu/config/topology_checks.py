@@ -17,7 +17,7 @@ from pathlib import Path
 from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.devices import is_auto, why_no_device
 from chitu.config.model_files import ADAPTER_CONFIG
-from chitu.config.schema import ModelConfig, RouterConfig, Topology
+from chitu.config.schema import InstanceConfig, ModelConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
 from chitu.config.topology import (
@@ -155,6 +155,7 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
     router = topology.dp_config.router
     for group in groups(topology):
         key, config = group.key, group.config
+        yield from _spread_problems(key, config)
         if config.dp_size > 1 and router.balance == "act":
             yield (
                 f"{key}.dp_size is {config.dp_size}, and dp_config.router.balance is act: the balancer changes the "
@@ -171,6 +172,25 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
         for device in config.devices:
             if reason := why_no_device(device):
                 yield f"{key}.devices {reason}"
+
+
+def _spread_problems(key: str, config: InstanceConfig) -> Iterator[str]:
+    """Check how an entry is spread over its hosts."""
+    hosts = [same_host(host) for host in config.hosts]
+    if len(hosts) < 2:
+        return
+    for host in dict.fromkeys(host for host in hosts if hosts.count(host) > 1):
+        yield f"{key}.hosts names {host} twice: give each host once, it has as many members as every other one"
+    if config.dp_size % len(hosts):
+        yield (
+            f"{key}.dp_size is {config.dp_size}, which {len(hosts)} hosts cannot share evenly: each has whole members, "
+            f"and as many as every other one; give dp_size {len(hosts)} or a multiple, or fewer {key}.hosts"
+        )
+    if not config.rendezvous_port:
+        yield (
+            f"{key}.rendezvous_port is 0, but the processes of {len(hosts)} hosts have to find each other: give a port "
+            f"that is free at {config.hosts[0]}"
+        )
 
 
 def _device_problems(topology: Topology) -> Iterator[str]:
@@ -195,7 +215,11 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
     hosts = host_names(topology)
     by_key = {"dp_config.router.host": router.host}
     by_key |= {f"dp_config.router.hosts.{index}": host for index, host in enumerate(router.hosts) if index}
-    by_key |= {f"{group.key}.host": group.config.host for group in groups(topology)}
+    for group in groups(topology):
+        if group.config.hosts:
+            by_key |= {f"{group.key}.hosts.{index}": host for index, host in enumerate(group.config.hosts)}
+        else:
+            by_key[f"{group.key}.host"] = group.config.host
     placeholders = {key: host for key, host in by_key.items() if host.endswith(PLACEHOLDER_SUFFIX)}
     if placeholders:
         names = ", ".join(dict.fromkeys(placeholders.values()))

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from chitu import __version__
 from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
@@ -38,7 +39,8 @@ from chitu.engine.memory_budget import (
     too_large,
 )
 from chitu.engine.model_runner import ModelRunner
-from chitu.engine.rank_groups import RankGroup, RankGroups, groups_of_rank
+from chitu.engine.rank_groups import Meeting, RankGroup, RankGroups, groups_of_rank
+from chitu.engine.rendezvous import Claim
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.engine.weights import RankWeights, WeightsSource
@@ -64,6 +66,9 @@ from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
+
+HASH_DIGITS = 8
+"""Digits of a model's hash that sentences show."""
 
 
 def warmup_prompts(
@@ -213,7 +218,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     target = _target(topology, instance, tp_rank)
     config, path = instance.config, topology.model.path
     sizes, is_spread = (config.dp_size, config.tp_size), config.experts == "spread"
-    groups = groups_of_rank(*sizes, instance.data_rank, tp_rank, target.device, is_spread)
+    places = instance.data_rank, tp_rank
+    groups = groups_of_rank(*sizes, *places, target.device, share_experts=is_spread, meeting=_meeting(target))
     group, experts = groups.tp, _experts(target, groups)
     # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -259,6 +265,24 @@ def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
     for problem in (*state_problems(topology, spec, [instance]), *expert_problems(spec, [instance])):
         raise ConfigError(problem)
     return _Target(topology, instance, tp_rank, device, spec, dtype, kv_dtype, layout, adapters)
+
+
+def _meeting(target: _Target) -> Meeting | None:
+    """Return how a group on several hosts meets; None if all its ranks are on one."""
+    config = target.instance.config
+    if len(config.hosts) < 2:
+        return None
+    name = target.instance.name + (f".{target.tp_rank}" if target.tp_rank else "")
+    facts = {
+        "chitu": __version__,
+        "torch": str(torch.__version__),
+        "dp_size x tp_size": f"{config.dp_size} x {config.tp_size}",
+        "the model": target.layout.model_hash[:HASH_DIGITS],
+        "dtype": target.dtype,
+        "devices of kind": target.device.type,
+    }
+    lease_s = target.topology.dp_config.router.pd_disaggregation.deadlines.lease_s
+    return Meeting(config.hosts, config.rendezvous_port, Claim(f"{name} on {config.host}", facts), lease_s)
 
 
 def _require_memory(target: _Target) -> None:

@@ -19,7 +19,7 @@ import select
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 RING_AGAIN_S = 0.05
 """Pause before the bells ring again for a wave to which not all have come."""
 BELL_BYTES = 8
-ADDRESS_BYTES = 32
+ADDRESS_BYTES = 64
 """Room for the address of a bell."""
 NOTHING = StepPlan()
 
@@ -170,6 +170,20 @@ class LockstepExecutor:
         self._inner.close()
 
 
+def _packed(address: bytes | str | tuple[Any, ...]) -> bytes:
+    """Return the address of a socket as bytes: as it is, or `HOST PORT`."""
+    if isinstance(address, tuple):
+        return f"{address[0]} {address[1]}".encode()
+    return address if isinstance(address, bytes) else address.encode()
+
+
+def _unpacked(address: bytes) -> bytes | tuple[str, int]:
+    if address.startswith(b"\0"):
+        return address
+    host, _, port = address.decode().rpartition(" ")
+    return host, int(port)
+
+
 class GroupAgreement:
     """`Agreement` of a process group on CPUs, whose ranks stand in the order of data ranks."""
 
@@ -183,11 +197,12 @@ class GroupAgreement:
 
 
 def join_lockstep(
-    inner: Executor, shapes: Shapes, group: dist.ProcessGroup, wake: Callable[[], None]
+    inner: Executor, shapes: Shapes, group: dist.ProcessGroup, wake: Callable[[], None], address: str = ""
 ) -> LockstepExecutor:
-    """Return the executor of a member. Collective. `group`: the main ranks of all members of one host, on CPUs; its
-    timeout bounds how long a member may keep the others waiting. `wake` wakes the step thread."""
-    wave, bells = Wave(), DatagramBells()
+    """Return the executor of a member. Collective. `group`: the main ranks of all members, on CPUs; its timeout bounds
+    how long a member may keep the others waiting. `wake` wakes the step thread. `address`: of this machine, at which
+    members of other hosts reach it; empty: all are on one host."""
+    wave, bells = Wave(), DatagramBells(address)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     found = [torch.zeros(ADDRESS_BYTES, dtype=torch.uint8) for _ in range(size)]
     mine = torch.frombuffer(bytearray(bells.address.ljust(ADDRESS_BYTES, b" ")), dtype=torch.uint8)
@@ -203,13 +218,18 @@ def join_lockstep(
 
 
 class DatagramBells:
-    """`Bells` of members on one host: a datagram has the number of a wave. A lost one is sent again; one from elsewhere
-    costs the group an empty turn at most."""
+    """`Bells`: a datagram has the number of a wave. A lost one is sent again; one from elsewhere costs the group an
+    empty turn at most. `address`: of this machine, for members on several hosts (UDP); empty: all are on one."""
 
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind("")  # a free name without a file
-        self.address: bytes = self._socket.getsockname()
+    def __init__(self, address: str = "") -> None:
+        kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+        if address:
+            self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+            self._socket.bind((address, 0))
+        else:
+            self._socket = socket.socket(socket.AF_UNIX, kind)
+            self._socket.bind("")  # a free name without a file
+        self.address = _packed(self._socket.getsockname())
         self._others: Sequence[bytes] = ()
         self._hear: Callable[[int], None] = lambda wave: None
         self._ringing: int | None = None
@@ -234,7 +254,7 @@ class DatagramBells:
     def _send(self, wave: int, addresses: Sequence[bytes]) -> None:
         for address in addresses:
             try:
-                self._socket.sendto(wave.to_bytes(BELL_BYTES, "little"), address)
+                self._socket.sendto(wave.to_bytes(BELL_BYTES, "little"), _unpacked(address))
             except OSError:
                 continue  # it has bells enough that it has not read, or it has ended, which its watch reports
 
@@ -248,6 +268,6 @@ class DatagramBells:
                     self._send(ringing, self._others)
                 continue
             data, sender = self._socket.recvfrom(BELL_BYTES + 1)
-            if len(data) == BELL_BYTES and sender in self._others:
+            if len(data) == BELL_BYTES and _packed(sender) in self._others:
                 self._hear(int.from_bytes(data, "little"))
         self._socket.close()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from chitu.net.threads import EXIT_DEAD_THREAD, ServiceThread
 
@@ -35,6 +36,13 @@ def explaining() -> Iterator[None]:
     except Exception:
         time.sleep(NOTICE_S)
         raise
+
+
+def end_now(text: str, *arguments: object) -> NoReturn:
+    """Log why, and end this process without a further step."""
+    logger.critical(text, *arguments)
+    logging.shutdown()
+    os._exit(EXIT_DEAD_THREAD)
 
 
 def open_lifelines(num_followers: int) -> tuple[int, ...]:
@@ -89,6 +97,4 @@ class ProcessWatch:
     def _end(self, pid: int) -> None:
         if self._disarmed.is_set():
             return
-        logger.critical("another rank of this instance or group (pid %d) has ended; ending too", pid)
-        logging.shutdown()
-        os._exit(EXIT_DEAD_THREAD)
+        end_now("another rank of this instance or group (pid %d) has ended; ending too", pid)

@@ -5,21 +5,31 @@ they share a model, and one of them, the main rank, orders the steps. Ranks of e
 the members of a group. A *control* group is gloo everywhere: its ranks may start at very different times, and a
 follower waits in it for as long as its instance is idle, so it has practically no timeout. A rank that dies closes its
 sockets, which ends every wait at once. A *compute* group has the sums and gathers inside a step, NCCL between GPUs and
-gloo on CPU; there no rank waits longer than `COMPUTE_TIMEOUT`. All ranks are processes of one host, and gloo is bound
-to its loopback interface.
+gloo on CPU; there no rank waits longer than `COMPUTE_TIMEOUT`. The ranks of an instance are processes of one host, and
+their gloo is bound to its loopback interface. The members of a group may be on several hosts: they meet as
+`rendezvous.py` says, the groups that reach across hosts are bound to the interface that leads to the first host, and a
+`HostWatch` ends the parts of all hosts together.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.engine.host_watch import HostWatch
+from chitu.engine.process_watch import end_now
+from chitu.engine.rendezvous import Claim, meet
+from chitu.errors import ConfigError
+from chitu.net.interfaces import interface_towards
 
 COMPUTE_TIMEOUT = timedelta(seconds=60)
 """Timeout of a collective, from the first to the last rank that reaches it."""
@@ -27,6 +37,11 @@ CONTROL_TIMEOUT = timedelta(days=365)
 FRAME_BYTES = 4096
 """Size of a broadcast. Data that does not fit follows in a second one."""
 LENGTH_BYTES = 8
+LOOPBACK = "lo"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+STORE_TIMEOUT = timedelta(seconds=60)
+CONNECT_S = 60.0
+"""Time in which ranks that have met connect to each other: one that dies then would be waited for without end."""
 
 
 class RankGroup:
@@ -46,6 +61,8 @@ class RankGroup:
     ) -> None:
         self.rank = rank
         self.size = size
+        self.watch: HostWatch | None = None
+        """Of the members' ranks: what ends them with those of other hosts. One process of each host has it."""
         self._control = control
         self.compute = compute
         self.turns = turns
@@ -118,19 +135,19 @@ class RankGroup:
         """Wait until every rank has called it."""
         self.smallest(0)
 
-    def begin_barrier(self) -> Callable[[], bool]:
-        """Begin a barrier without waiting. Return what tells whether every rank has begun it. That raises RuntimeError
-        if a rank has died before."""
-        passed = torch.zeros(1, dtype=torch.int64)
-        work = dist.all_reduce(passed, group=self._control, async_op=True)
+    def begin_sum(self, value: int) -> Callable[[], int | None]:
+        """Begin the sum of the `value` of every rank without waiting. Return what gives it, or None as long as not
+        every rank has begun it. That raises RuntimeError if a rank has died before."""
+        total = torch.tensor([value])
+        work = dist.all_reduce(total, group=self._control, async_op=True)
 
-        def is_over() -> bool:
+        def found() -> int | None:
             if not work.is_completed():
-                return False
+                return None
             work.wait()
-            return True
+            return int(total)
 
-        return is_over
+        return found
 
     def _broadcast(self, frame: torch.Tensor) -> None:
         dist.broadcast(frame, group=self._control, group_src=MAIN_RANK)
@@ -149,32 +166,108 @@ class RankGroups(NamedTuple):
     a compute group if the members share experts."""
 
 
+class Meeting(NamedTuple):
+    """How the ranks of a group on several hosts meet."""
+
+    hosts: tuple[str, ...]
+    port: int
+    """Of the store of the first host's torchrun."""
+    claim: Claim
+    lease_s: float
+    """Longest silence of a host."""
+
+
 def groups_of_rank(
-    dp_size: int, tp_size: int, data_rank: int, tp_rank: int, device: torch.device, share_experts: bool = False
+    dp_size: int,
+    tp_size: int,
+    data_rank: int,
+    tp_rank: int,
+    device: torch.device,
+    *,
+    share_experts: bool = False,
+    meeting: Meeting | None = None,
 ) -> RankGroups:
-    """Make the groups of a rank. Collective: every rank of the torchrun, whose environment variables hold the
-    rendezvous address, calls it once."""
+    """Make the groups of a rank. Collective: every rank of the group calls it once. `meeting`: None if all are of one
+    torchrun, whose environment variables hold the rendezvous address. Raises ConfigError if the ranks of several hosts
+    do not form a group."""
     size = dp_size * tp_size
     if size == 1:
         return RankGroups(None, None)
-    # Otherwise gloo listens on the interface of the host's name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo", rank=data_rank * tp_size + tp_rank, world_size=size, timeout=CONTROL_TIMEOUT)
+    rank = data_rank * tp_size + tp_rank
+    # Otherwise gloo listens on the interface of the host's name.
+    store, is_given = None, GLOO_INTERFACE in os.environ
+    if meeting is None:
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
+    else:
+        interface, store = _interface(meeting), _met(meeting, rank, size)
+        os.environ.setdefault(GLOO_INTERFACE, interface)
+        os.environ.setdefault(NCCL_INTERFACE, f"={interface}")
     backend = "nccl" if device.type == "cuda" else "gloo"
     instances = [list(range(first, first + tp_size)) for first in range(0, size, tp_size)]
     places = [list(range(first, size, tp_size)) for first in range(tp_size)]
     tp = members = None
-    if tp_size > 1:
-        control = _own(instances, data_rank, "gloo", CONTROL_TIMEOUT)
-        tp = RankGroup(tp_rank, tp_size, control, _own(instances, data_rank, backend, COMPUTE_TIMEOUT))
-    if dp_size > 1:
-        control, shared = _own(places, tp_rank, "gloo", CONTROL_TIMEOUT), []
-        if share_experts:
-            shared = [_own(places, tp_rank, each, COMPUTE_TIMEOUT) for each in (backend, "gloo")]
-        members = RankGroup(data_rank, dp_size, control, *shared)
+    with _connecting() if meeting is not None else nullcontext():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONTROL_TIMEOUT)
+        if tp_size > 1:
+            with nullcontext() if is_given else _on_loopback():
+                control = _own(instances, data_rank, "gloo", CONTROL_TIMEOUT)
+                tp = RankGroup(tp_rank, tp_size, control, _own(instances, data_rank, backend, COMPUTE_TIMEOUT))
+        if dp_size > 1:
+            control, shared = _own(places, tp_rank, "gloo", CONTROL_TIMEOUT), []
+            if share_experts:
+                shared = [_own(places, tp_rank, each, COMPUTE_TIMEOUT) for each in (backend, "gloo")]
+            members = RankGroup(data_rank, dp_size, control, *shared)
+            if meeting is not None:
+                members.watch = _watch(meeting, rank, size)
     return RankGroups(tp, members)
+
+
+def _interface(meeting: Meeting) -> str:
+    first = meeting.hosts[0]
+    if found := os.environ.get(GLOO_INTERFACE) or interface_towards(first):
+        return found
+    raise ConfigError(f"{meeting.claim.name}: no network interface leads to {first}, the first host of its group")
+
+
+def _met(meeting: Meeting, rank: int, size: int) -> Store:
+    """Meet the other ranks, and return a store that only these use."""
+    store = TCPStore(meeting.hosts[0], meeting.port, is_master=False, timeout=STORE_TIMEOUT)
+    number = meet(PrefixStore("meeting", store), rank, size, size // len(meeting.hosts), meeting.claim)
+    return PrefixStore(number, store)
+
+
+def _watch(meeting: Meeting, rank: int, size: int) -> HostWatch | None:
+    """Return the watch of this host, if this rank is its first."""
+    ranks_per_host = size // len(meeting.hosts)
+    group = dist.new_group(list(range(0, size, ranks_per_host)), timeout=CONTROL_TIMEOUT, backend="gloo")
+    if rank % ranks_per_host:
+        return None
+    return HostWatch(group, meeting.hosts, rank // ranks_per_host, meeting.lease_s)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have gloo use the loopback interface for groups that are made meanwhile."""
+    interface, os.environ[GLOO_INTERFACE] = os.environ[GLOO_INTERFACE], LOOPBACK
+    try:
+        yield
+    finally:
+        os.environ[GLOO_INTERFACE] = interface
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    """End this process if the block takes longer than `CONNECT_S`."""
+    text = "the ranks of the group have met, but have not connected within %g s; ending"
+    timer = threading.Timer(CONNECT_S, end_now, (text, CONNECT_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _own(groups: Sequence[list[int]], own: int, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -6,7 +6,6 @@ own name is 127.0.1.1, at which no other machine reaches it: its address is then
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import host_names, is_address, is_loopback
 from chitu.config.topology_checks import PLACEHOLDER_SUFFIX
 from chitu.errors import ConfigError
+from chitu.net.interfaces import address_towards
 
 
 def addresses_of(names: Sequence[str]) -> list[str]:
@@ -61,21 +61,9 @@ def _address_of(name: str, others: Sequence[str]) -> str:
     addresses = [address for address in found if ":" not in address] or [a for a in found if "%" not in a] or found
     outside = [address for address in addresses if not is_loopback(address)]
     if not outside and not is_loopback(name):
-        outside = [address for other in others if not is_loopback(address := _own_address_towards(other))]
+        towards = [address_towards(other) for other in others]
+        outside = [address for address in towards if address and not is_loopback(address)]
     return [*outside, *addresses][0]
-
-
-def _own_address_towards(other: str) -> str:
-    """Return this machine's address towards another machine, or 127.0.0.1 if there is none. Nothing is sent."""
-    try:
-        known = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        known = []
-    for family, kind, _, _, address in sorted(known, key=lambda info: info[0] is not socket.AF_INET):
-        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def main(names: Sequence[str]) -> int:

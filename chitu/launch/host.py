@@ -2,8 +2,8 @@
 
 For `chitu serve` every host of the topology is this machine, and what dies is started again. `chitu node` runs once on
 every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand; the nodes do not communicate with
-each other: the router tells them which instances are present. It restarts nothing: the program that started this node
-decides.
+each other: the router tells them which instances are present. It restarts only its part of a group of several hosts,
+whose other parts end with it: about all else the program that started this node decides.
 
 Everything happens in the caller's thread, the main thread of its process, which the children do not outlive. A topology
 is resolved once and written beside the logs; each process reads that file, with the router's actual ports as soon as
@@ -14,7 +14,6 @@ a wrong configuration. Ctrl-C after a signal ends at once.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import signal
 import socket
@@ -30,7 +29,7 @@ import msgspec
 
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
-from chitu.config.load import dump_topology, pd_master_addr, read_topology
+from chitu.config.load import dump_topology, lws_hosts, pd_master_addr, read_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import (
     API_PORT,
@@ -39,14 +38,14 @@ from chitu.config.topology import (
     api_host,
     api_url,
     family_of,
-    find_group,
-    groups,
-    groups_of,
+    find_part,
     host_names,
     instances,
     instances_on,
     on_one_host,
     own_api_url,
+    parts,
+    parts_of,
     place_on_host,
     probe_address,
     process_of,
@@ -60,6 +59,7 @@ from chitu.config.topology import (
 from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.addresses import with_own_address
+from chitu.launch.death_reports import DeathReports
 from chitu.launch.display import (
     SIGNALS,
     PlainDisplay,
@@ -81,17 +81,14 @@ from chitu.launch.plan import (
     with_threads,
 )
 from chitu.launch.preflight import require_preflight
-from chitu.launch.router_calls import Health, ask_health, send_leaves
+from chitu.launch.router_calls import Health, ask_health
 from chitu.net.control_groups import usable_cores
-from chitu.net.process_deaths import pid_namespace
 from chitu.process.child import ROUTER, ProcessSpec, is_router, router_name
 from chitu.process.logs import STDOUT, LogTaken, StdoutLog, make_log_dir, open_private
 from chitu.process.placement import Placement, describe, on_cpus, placed
 from chitu.process.progress import Progress
 from chitu.process.run_dir import Launched
 from chitu.process.supervisor import Member, StartFailed, Supervisor
-from chitu.protocol import Leave
-from chitu.types import place_of
 
 POLL_S = 0.1
 READY_POLL_S = 0.25
@@ -115,7 +112,8 @@ class ServeOptions:
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     hosts: tuple[str, ...] | None
-    """Machines that replace the topology's hosts, the router's first; None: those of the file."""
+    """Machines that replace the topology's hosts, the router's first; None: those of the file, in a LeaderWorkerSet its
+    pods."""
     index: int
     """Index of this node among the hosts."""
     threads_per_rank: int | None = None
@@ -165,8 +163,8 @@ class HostProcesses:
             for index, each in enumerate(router_hosts(topology.dp_config.router))
             if same_host(each) == same_host(host) and not only
         }
-        here = groups_of(topology, instances_on(topology, host))
-        own = [name for name in (*self._routers, *(group.name for group in here)) if only in ("", name)]
+        here = parts_of(topology, instances_on(topology, host))
+        own = [name for name in (*self._routers, *(part.name for part in here)) if only in ("", name)]
         self.topology = topology = _completed(topology, own, len(self._routers), stdout is not None)
         self.host = host
         self.label = label
@@ -195,8 +193,7 @@ class HostProcesses:
         self._write_config()
         self._joined: dict[str, int] = {}
         """Incarnation by name of joined instances, except earlier ones of this host's own."""
-        self._pids: dict[str, list[int]] = {}
-        """Process ids by name, once all are ready."""
+        self._deaths = DeathReports(here, self.members)
 
     def _supervise(
         self,
@@ -350,9 +347,9 @@ class HostProcesses:
         """Return the states to display: of this host's processes, and on the router's host of all other instances."""
         states = {name: member.progress for name, member in self.members.items()}
         if self.has_router:
-            for group in groups(self.topology):
-                is_ready = all(member.name in self._joined for member in group.members)
-                states.setdefault(group.name, Progress("ready" if is_ready else "starting"))
+            for part in parts(self.topology):
+                is_ready = all(member.name in self._joined for member in part.members)
+                states.setdefault(part.name, Progress("ready" if is_ready else "starting"))
         return states
 
     def require_alive(self) -> None:
@@ -364,26 +361,10 @@ class HostProcesses:
                 raise StartFailed(f"{member.name} ended before the cluster served, and is not started again")
             raise StartFailed(f"{self.label} ends because {member.name} ended")
 
-    def note_pids(self) -> None:
-        """Keep the process ids, once all are ready, to report later which of them are gone."""
-        members = self.members.values()
-        self._pids = {member.name: member.child.worker_pids() for member in members if member.child is not None}
-
     def report_deaths(self) -> None:
-        """Report dead instances to the router at once, before their leases expire, with the pids that are gone. Only
-        this report tells that none of their processes can still write."""
-        dead = {member.name for member in self.supervisor.dead()}
-        reason, namespace = "its launcher detected the end of its process", pid_namespace()
-        leaves = []
-        for i in instances(self.topology):
-            process = process_of(self.topology, i)
-            last = self.members[process].last[i.data_rank] if process in dead else Progress()
-            if last.incarnation:
-                gone = tuple(pid for pid in self._pids.get(process, ()) if not os.path.exists(f"/proc/{pid}"))
-                role, rank = place_of(last.place) if last.place else (i.role, i.engine_rank)
-                leaves.append(Leave(role, rank, last.incarnation, reason, gone, namespace))
-        if leaves:
-            send_leaves(self.topology, leaves)
+        """Report instances that have ended to the router at once. Call it after every `poll` once all are ready."""
+        self._deaths.note_pids()
+        self._deaths.send(self.topology)
 
     def stop(self) -> dict[str, int | None]:
         """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
@@ -422,7 +403,7 @@ class HostProcesses:
         topology, config = self.topology, str(self._config)
         if name in self._routers:
             return router_spec(topology, config, [], self._entries, self._routers[name])
-        spec = instance_spec(topology, find_group(topology, name), config, [], self._cores, self._entries, self.node)
+        spec = instance_spec(topology, find_part(topology, name), config, [], self._cores, self._entries, self.node)
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
     def _own_ports(self) -> dict[str, int]:
@@ -431,8 +412,8 @@ class HostProcesses:
 
     def _parts(self, live: Mapping[str, Member]) -> dict[str, Progress]:
         """Return the progress of each instance in these processes."""
-        known = [item for item in instances(self.topology) if process_of(self.topology, item) in live]
-        return {item.name: live[process_of(self.topology, item)].parts[item.data_rank] for item in known}
+        known = [part for part in parts(self.topology) if part.name in live]
+        return {each.name: live[part.name].parts[each.place] for part in known for each in part.members}
 
 
 def with_free_ports(topology: Topology) -> Topology:
@@ -499,15 +480,16 @@ def _run(
     host.require_alive()
     display.update(host.states())
     display.close()
-    host.note_pids()
     if not stop.is_set():
         display.tell(host.ready_text())
         if on_ready is not None and on_ready(host):
             stop.set()
+    if host.label:
+        host.report_deaths()
     while not stop.wait(POLL_S):
         host.poll()
         dead = {member.name for member in host.supervisor.dead()}
-        if host.label and dead:
+        if host.label:
             host.report_deaths()
             host.require_alive()
         if not host.label and host.has_router and dead.issuperset(host.router_urls):
@@ -609,9 +591,12 @@ def _node(
     stdout: StdoutLog | None,
 ) -> HostProcesses:
     """Return this node's processes. Raise ConfigError, RankTaken."""
-    if options.hosts is not None:
-        host_at(with_hosts(topology, options.hosts), options.index)
-        topology = with_hosts(topology, with_own_address(options.hosts, options.index))
+    hosts = options.hosts
+    if hosts is None and len(host_names(topology)) > 1:
+        hosts = lws_hosts()
+    if hosts is not None:
+        host_at(with_hosts(topology, hosts), options.index)
+        topology = with_hosts(topology, with_own_address(hosts, options.index))
     if options.threads_per_rank is not None:
         topology = with_threads(topology, options.threads_per_rank)
     host, label = host_at(topology, options.index), options.only or f"node {options.index}"

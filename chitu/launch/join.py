@@ -161,7 +161,9 @@ def grown(
     sections = {}
     for each, section in SECTIONS.items():
         members = [member.config for member in instances(topology) if member.role is each]
-        configs: list[InstanceConfig] = [msgspec.structs.replace(config, dp_size=1) for config in members]
+        configs: list[InstanceConfig] = [
+            msgspec.structs.replace(config, dp_size=1, hosts=(), rendezvous_port=0) for config in members
+        ]
         size = max((number + 1 for kind, number in places if kind == str(each)), default=0)
         like = configs[0] if configs else InstanceConfig(host=topology.dp_config.router.host)
         for number in range(len(configs), size):

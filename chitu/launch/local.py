@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from chitu.config.schema import Topology
-from chitu.config.topology import find_group, instances, on_one_host, with_router
+from chitu.config.topology import find_part, instances, on_one_host, with_router
 from chitu.launch.host import HostProcesses
 from chitu.launch.plan import Entries
 from chitu.process.child import is_router
@@ -100,11 +100,11 @@ class LocalCluster(HostProcesses):
         group that of the member with this name, or of its first one."""
         if is_router(name):
             return self.supervisor.child(name).pid
-        group = find_group(self.topology, name)
+        group = find_part(self.topology, name)
         child = self.supervisor.child(group.name)
         if not self._entries.has_torchrun(group):
             return child.pid
-        rank = sum(member.data_rank * group.config.tp_size for member in group.members if member.name == name)
+        rank = sum(member.place * group.config.tp_size for member in group.members if member.name == name)
         workers = child.worker_pids()
         if len(workers) <= rank:
             raise StartFailed(f"{name} has no scheduler process yet")

@@ -2,11 +2,11 @@
 
 Called by the launchers and by `chitu plan`. The router is a plain process; an instance is one torchrun with `tp_size`
 ranks and its own rendezvous, so instances never meet in torch.distributed. Neither do groups: the members of one share
-a torchrun of `dp_size` x `tp_size` ranks, of which rank r is TP rank r % `tp_size` of data rank r // `tp_size`. The
-rendezvous of a single rank is a file, since torch's TCP store (`--standalone`, at a free port) listens on all
-interfaces. The hosts of a topology are numbered
-in the order in which it names them, the router's first; a list of machines (Slurm's nodes, `--hosts`) replaces them in
-this order, so the placeholders of the packaged files never have to be edited.
+a torchrun of `dp_size` x `tp_size` ranks, of which rank r is TP rank r % `tp_size` of data rank r // `tp_size`. If
+they are on several hosts, each host has a torchrun for its part, and these meet at the first host. The rendezvous of a
+single rank is a file, since torch's TCP store (`--standalone`, at a free port) listens on all interfaces. The hosts of
+a topology are numbered in the order in which it names them, the router's first; a list of machines (Slurm's nodes,
+`--hosts`) replaces them in this order, so the placeholders of the packaged files never have to be edited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from chitu.config.schema import Topology
+from chitu.config.schema import InstanceConfig, Topology
 from chitu.config.topology import (
     API_PORT,
     Group,
@@ -28,6 +28,7 @@ from chitu.config.topology import (
     groups,
     host_names,
     instances,
+    parts,
     router_hosts,
     router_ports,
     routers,
@@ -59,8 +60,8 @@ class Entries:
         """Whether the scheduler reads a whole model; stand-ins need none, or one without weights."""
         return self.scheduler == Entries().scheduler
 
-    def has_torchrun(self, group: Group) -> bool:
-        return self.torchrun or group.config.num_devices > 1
+    def has_torchrun(self, part: Group) -> bool:
+        return self.torchrun or part.config.num_devices > 1 or part.is_part
 
 
 def router_spec(
@@ -79,43 +80,53 @@ def router_spec(
 
 def instance_spec(
     topology: Topology,
-    group: Group,
+    part: Group,
     file: str,
     overrides: Sequence[str],
     cores: int,
     entries: Entries,
     node: NodeDevices | None = None,
 ) -> ProcessSpec:
-    """Return the torchrun of an instance or group. `cores`: CPU cores of its host; `node` has its GPUs, if known."""
+    """Return the torchrun of an instance, or of a group's part on one host. `cores`: CPU cores of its host; `node` has
+    its GPUs, if known."""
     deadlines = topology.dp_config.router.pd_disaggregation.deadlines
     patience_s = math.ceil(deadlines.drain_delay_s + deadlines.drain_s) + 30
-    config, num_ranks = group.config, group.config.num_devices
-    alone, has_torchrun = num_ranks == 1, entries.has_torchrun(group)
-    meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
-    # The ranks of an instance share a host. Without an address they would resolve its name, which may fail.
-    torchrun = ("-m", "torch.distributed.run", "--local-addr=127.0.0.1", *meeting)
+    config, num_ranks = part.config, part.config.num_devices
+    alone, has_torchrun = num_ranks == 1 and not part.is_part, entries.has_torchrun(part)
     ranks = (f"--nproc-per-node={num_ranks}", "--max-restarts=0")
     return ProcessSpec(
-        name=group.name,
+        name=part.name,
         host=config.host,
         argv=(
-            *(entries.python, *(torchrun + ranks if has_torchrun else ())),
+            *(entries.python, *(("-m", "torch.distributed.run", *_meeting(part), *ranks) if has_torchrun else ())),
             *("-m", entries.scheduler, "--config", file),
-            *("--role", group.role.value, "--rank", str(group.engine_rank), *overrides),
+            *("--role", part.role.value, "--rank", str(part.engine_rank - part.first.data_rank), *overrides),
         ),
         env={
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": str(threads_of(topology, group, cores)),
+            "OMP_NUM_THREADS": str(threads_of(topology, part, cores)),
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
             # Otherwise torchrun kills its ranks 30 s after a signal (torch before 2.12 always does).
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             # Otherwise torchrun would still start a TCP store for its ranks.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
-            **(environment_of(group, node) if node is not None else {}),
+            **(environment_of(part, node) if node is not None else {}),
         },
-        num_members=config.dp_size,
+        num_members=len(part.members),
+        is_part=part.is_part,
     )
+
+
+def _meeting(part: Group) -> tuple[str, ...]:
+    """Return how the ranks of a torchrun find each other."""
+    config = part.config
+    if part.is_part:
+        where = (f"--master-addr={config.hosts[0]}", f"--master-port={config.rendezvous_port}")
+        return (f"--local-addr={config.host}", f"--nnodes={len(config.hosts)}", f"--node-rank={part.node_rank}", *where)
+    # The ranks share a host. Without an address they would resolve its name, which may fail.
+    alone = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file")
+    return ("--local-addr=127.0.0.1", *(alone if config.num_devices == 1 else ("--standalone",)))
 
 
 def plan(
@@ -130,7 +141,7 @@ def plan(
     entries = entries or Entries()
     return (
         *(router_spec(topology, config, overrides, entries, i) for i in range(len(routers(topology)))),
-        *(instance_spec(topology, group, config, overrides, cores, entries, node) for group in groups(topology)),
+        *(instance_spec(topology, part, config, overrides, cores, entries, node) for part in parts(topology)),
     )
 
 
@@ -157,7 +168,12 @@ def with_hosts(topology: Topology, hosts: Sequence[str]) -> Topology:
     def there(host: str) -> str:
         return hosts[names.index(same_host(host))]
 
-    moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
+    def moved_to(group: Group) -> InstanceConfig:
+        if group.config.hosts:
+            return msgspec.structs.replace(group.config, hosts=tuple(map(there, group.config.hosts)))
+        return msgspec.structs.replace(group.config, host=there(group.config.host))
+
+    moved = with_instances(topology, moved_to)
     router = topology.dp_config.router
     return with_router(moved, host=there(router.host), hosts=tuple(map(there, router.hosts)))
 
@@ -168,7 +184,11 @@ def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
     keys = {"dp_config.router.host": moved.dp_config.router.host}
     if moved.dp_config.router.hosts:
         keys["dp_config.router.hosts"] = f"[{','.join(moved.dp_config.router.hosts)}]"
-    keys |= {f"{group.key}.host": group.config.host for group in groups(moved)}
+    for group in groups(moved):
+        several = group.config.hosts
+        keys |= (
+            {f"{group.key}.hosts": f"[{','.join(several)}]"} if several else {f"{group.key}.host": group.config.host}
+        )
     return [f"{key}={host}" for key, host in keys.items()]
 
 
@@ -248,19 +268,28 @@ def _ports(topology: Topology) -> Iterator[str]:
 
 
 def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
-    configs = {group.name: group.config for group in groups(topology)}
+    found = {part.name: part for part in parts(topology)}
     for spec in specs:
         yield ""
         if is_router(spec.name):
             yield f"{spec.name} on {spec.host}"
         else:
-            config = configs[spec.name]
-            sizes = f"tp_size {config.tp_size}" if config.dp_size == 1 else f"dp {config.dp_size} x tp {config.tp_size}"
-            if config.experts == "spread":
-                sizes += f", experts spread over {config.num_devices}"
-            yield f"{spec.name} on {spec.host}: {sizes}, devices {','.join(config.devices)}"
+            yield f"{spec.name} on {spec.host}: {_sizes(found[spec.name])}"
         yield f"  {' '.join(f'{key}={shlex.quote(value)}' for key, value in spec.env.items())} \\"
         yield f"  {shlex.join(spec.argv)}"
+
+
+def _sizes(part: Group) -> str:
+    config = part.config
+    sizes = f"tp_size {config.tp_size}" if config.dp_size == 1 else f"dp {config.dp_size} x tp {config.tp_size}"
+    whole = ""
+    if part.is_part:
+        sizes = f"dp {config.dp_size} x tp {config.tp_size}"
+        size = part.first.config.dp_size
+        whole = f", part {part.node_rank} of a group of {size} on {len(config.hosts)} hosts"
+    if config.experts == "spread":
+        sizes += f", experts spread over {part.first.config.num_devices}"
+    return f"{sizes}, devices {','.join(config.devices)}{whole}"
 
 
 def _nodes(topology: Topology, node_argv: Sequence[str]) -> Iterator[str]:

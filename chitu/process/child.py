@@ -45,7 +45,7 @@ class ProcessSpec:
     """One process to start. `env` has only the variables that override the inherited environment."""
 
     name: str
-    """Name: `router`, `P0`, `D1`, `U0`; `D0-D3` of a group."""
+    """Name: `router`, `P0`, `D1`, `U0`; `D0-D3` of a group, or of its members on one host."""
     host: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
@@ -53,6 +53,8 @@ class ProcessSpec:
     """File descriptors of the starter that the process inherits under the same numbers."""
     num_members: int = 1
     """Instances in it, each of which reports its progress."""
+    is_part: bool = False
+    """Whether other hosts have other parts of its group, which end with it: it is started again in any case."""
 
 
 class ChildProcess:

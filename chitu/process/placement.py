@@ -33,10 +33,10 @@ from chitu.config.topology import (
     Group,
     Instance,
     groups,
-    groups_of,
     host_names,
     instances,
     instances_on,
+    parts_of,
     same_host,
     with_instances,
     with_router,
@@ -63,7 +63,7 @@ class DeviceAssignment:
 
 def assign_devices(topology: Topology, members: Sequence[Instance], node: NodeDevices) -> DeviceAssignment:
     """Assign devices to this node's instances. Raise ConfigError if there are too few, or a name is invalid."""
-    own = groups_of(topology, members)
+    own = parts_of(topology, members)
     for instance in own:
         for reason in filter(None, map(why_no_device, () if is_auto(instance.config) else instance.config.devices)):
             raise ConfigError(f"{instance.key}.devices {reason}")
@@ -92,7 +92,7 @@ def assign_devices(topology: Topology, members: Sequence[Instance], node: NodeDe
             raise ConfigError(_too_few(asked, needed, len(free), where))
         for instance in asked:
             mine, free = free[: instance.config.num_devices], free[instance.config.num_devices :]
-            devices[instance.key] = tuple(f"cuda:{k}" for k in mine)
+            devices[instance.key] = _among_all(instance, tuple(f"cuda:{k}" for k in mine))
             _check_parts(instance, [node.devices[k] for k in mine])
         notes += [*_shared(own), *_idle(free, node)]
     for instance in groups(topology):
@@ -102,6 +102,15 @@ def assign_devices(topology: Topology, members: Sequence[Instance], node: NodeDe
             if own or kind is not None:  # a node with only the router does not know the other nodes' devices
                 devices[instance.key] = (kind_of_it,) * instance.config.num_devices
     return DeviceAssignment(devices, tuple(notes))
+
+
+def _among_all(part: Group, mine: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the devices of a whole group, of which `mine` are those of this host's part."""
+    if not part.is_part:
+        return mine
+    before = part.first.data_rank * part.config.tp_size
+    behind = part.first.config.num_devices - before - len(mine)
+    return (*(GPU_ELSEWHERE,) * before, *mine, *(GPU_ELSEWHERE,) * behind)
 
 
 def environment_of(instance: Instance | Group, node: NodeDevices) -> dict[str, str]:
@@ -334,7 +343,9 @@ def place_like_here(topology: Topology, given: Collection[str]) -> tuple[Placeme
             continue
         notes += shares.notes
         if len(hosts) == 1 or (node.devices and not node.problem):
-            devices |= {item.key: shares.devices[item.key] for item in own if item.key in shares.devices}
+            for key in {item.key: None for item in own if item.key in shares.devices}:
+                pairs = zip(devices.get(key, shares.devices[key]), shares.devices[key], strict=True)
+                devices[key] = tuple(old if new == GPU_ELSEWHERE else new for old, new in pairs)
     overrides = [f"{key}.devices=[{','.join(names)}]" for key, names in devices.items()]
     if len(hosts) > 1 and any(is_auto(item.config) for item in instances(topology)):
         notes = [f"for hosts like this one: {note}" for note in dict.fromkeys(notes)]

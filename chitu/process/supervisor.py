@@ -71,6 +71,8 @@ class Member:
     """Whether its last incarnation ended because another process has its rank."""
     last: tuple[Progress, ...] = (Progress(),)
     """`parts` of the last process that ended."""
+    is_part: bool = False
+    """As in its `ProcessSpec`."""
 
 
 class Supervisor:
@@ -126,7 +128,7 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
-        member.parts = (Progress(),) * spec.num_members
+        member.parts, member.is_part = (Progress(),) * spec.num_members, spec.is_part
         can_report = True
         for path in self._progress_paths(member):
             try:  # in place, since the disk may be full
@@ -141,7 +143,7 @@ class Supervisor:
             spec,
             {
                 "CHITU_PROGRESS_FILE": str(progress),
-                RENDEZVOUS_KEY: str(tmp / "rendezvous"),
+                **({} if spec.is_part else {RENDEZVOUS_KEY: str(tmp / "rendezvous")}),
                 "TMPDIR": str(tmp),
                 **self._env,
             },
@@ -303,7 +305,7 @@ class Supervisor:
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
         """Kill a process that hangs while it starts again: it would stay away for ever. A user waits for the first
         start, which may compile for a GPU for longer; without restarts the launcher has a bound of its own."""
-        if not (self._restart and member.was_ready) or now_s - member.progressed_s <= self._stalled_s:
+        if not (self._restarts(member) and member.was_ready) or now_s - member.progressed_s <= self._stalled_s:
             return
         state, member.progressed_s = member.progress.state, now_s
         self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
@@ -330,6 +332,9 @@ class Supervisor:
             self._restart_later(member, now_s)
         else:
             self._on_event(f"{member.name} is started again")
+
+    def _restarts(self, member: Member) -> bool:
+        return self._restart or member.is_part
 
     def _restart_later(self, member: Member, now_s: float) -> float:
         """Schedule the restart and return the seconds until then."""
@@ -363,7 +368,7 @@ class Supervisor:
             report += f"; its last lines ({child.log}):{lines}"
         if not member.was_ready:
             raise StartFailed(report)
-        if self._restart:
+        if self._restarts(member):
             if life_s > STABLE_S:
                 member.failures = 0
             report += f"\n{member.name} starts again in {self._restart_later(member, now_s):g} s"

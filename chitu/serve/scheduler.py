@@ -54,6 +54,7 @@ from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.local import RankPool
 from chitu.log import setup_logging
 from chitu.net.curve import derive
+from chitu.net.interfaces import address_towards
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker, end_process
@@ -130,7 +131,7 @@ def _member(topology: Topology, role: Role, engine_rank: int) -> tuple[Instance,
         of_group = f" and dp_size {config.dp_size}" if config.dp_size > 1 else ""
         raise ConfigError(
             f"{first.key}.tp_size is {config.tp_size}{of_group}, but torchrun started {ranks.world_size} ranks: give "
-            f"--nproc-per-node={config.num_devices}"
+            f"--nproc-per-node={config.members_per_host * config.tp_size}"
         )
     if first.data_rank:
         raise ConfigError(f"{first.name} is member {first.data_rank} of a group: give the --rank of its first member")
@@ -143,7 +144,7 @@ def _serve(topology: Topology, instance: Instance, tp_rank: int, factories: Fact
         from chitu.instance.ranks import follow
 
         return follow(topology, instance, tp_rank, factories.open_transports)
-    progress = ProgressWriter(data_rank=instance.data_rank)
+    progress = ProgressWriter(data_rank=instance.place)
     incarnation = new_incarnation()
     secrets = derive(cluster_key_of(topology))
     try:
@@ -219,7 +220,7 @@ def _build(
         rank.weights.fingerprint = partial(_fingerprint_of, topology, instance, pool.layout)
         rank.weights.wake = waker.wake
     executor, loader, greetings = _join_followers(instance, rank, fan_out, tier_file)
-    lockstep = _join_lockstep(executor, rank, waker)
+    lockstep = _join_lockstep(executor, instance, rank, waker)
     comm.tracer = _tracer(instance, incarnation, comm, pool)
     engine = LoadedEngine(
         lockstep or executor,
@@ -232,7 +233,7 @@ def _build(
         weights=loader,
         lockstep=lockstep,
     )
-    group = _meet_members(rank, incarnation)
+    group = _meet_members(instance, rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
     if group is not None:
         info = msgspec.structs.replace(info, group=group.place)
@@ -242,7 +243,7 @@ def _build(
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end)
 
 
-def _join_lockstep(executor: Executor, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:
+def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:
     """Return the executor of a member of a group that shares experts; None for any other instance."""
     if rank.members is None or rank.members.turns is None:
         return None
@@ -250,16 +251,18 @@ def _join_lockstep(executor: Executor, rank: BuiltRank, waker: Waker) -> Lockste
     from chitu.engine.model_runner import ModelRunner
 
     assert isinstance(rank.runner, ModelRunner)
-    return join_lockstep(executor, rank.runner.shapes, rank.members.turns, waker.wake)
+    hosts = instance.config.hosts
+    address = address_towards(hosts[0]) if len(hosts) > 1 else ""
+    return join_lockstep(executor, rank.runner.shapes, rank.members.turns, waker.wake, address)
 
 
-def _meet_members(rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:
+def _meet_members(instance: Instance, rank: BuiltRank, incarnation: Incarnation) -> MemberGroup | None:
     """Return the group of this instance; None if it is alone."""
     if rank.members is None:
         return None
     from chitu.instance.member_group import MemberGroup
 
-    return MemberGroup(rank.members, incarnation)
+    return MemberGroup(rank.members, incarnation, instance.config.members_per_host)
 
 
 def _join_followers(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -23,9 +24,22 @@ from typing import TypeVar
 
 import msgspec
 
-from chitu.config.load import load_topology, pd_master_addr, slurm_node
+from chitu.config.devices import gpu_index, is_gpu
+from chitu.config.load import load_topology, lws_hosts, pd_master_addr, slurm_node
 from chitu.config.schema import PDDisaggregationConfig, Topology
-from chitu.config.topology import Instance, bound_ports, family_of, host_names, instances_on, is_loopback, on_one_host
+from chitu.config.topology import (
+    Group,
+    Instance,
+    bound_ports,
+    family_of,
+    groups,
+    host_names,
+    instances_on,
+    is_loopback,
+    on_one_host,
+    parts_of,
+    same_host,
+)
 from chitu.config.topology_checks import problems
 from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.engine.memory_budget import GIB
@@ -261,8 +275,9 @@ def check_cluster(topology: Topology, nodes: Sequence[NodeFacts]) -> list[Findin
     """Return the findings that concern several nodes together."""
     if len(nodes) < 2:
         return []
-    found = [*absent(topology, nodes), *reachability(nodes), *unlike_nodes(topology, nodes), *same_model(nodes)]
-    return [*found, *same_versions(nodes), *clocks(nodes)]
+    found = [*absent(topology, nodes), *reachability(nodes), *unlike_nodes(topology, nodes)]
+    found += [*unlike_parts(topology, nodes), *same_model(nodes)]
+    return [*found, *same_versions(topology, nodes), *clocks(nodes)]
 
 
 # ---------------------------------------------------------------------------------------------------------- of one node
@@ -482,6 +497,37 @@ def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Fin
         yield Finding(Level.ERROR, "RDMA", f"Mooncake would use {says}, which do not reach each other", cure)
 
 
+def unlike_parts(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Check that the parts of each group of several hosts have equal cards, since its members share the work evenly."""
+    for group in (group for group in groups(topology) if group.is_part):
+        cards = {}
+        for node in (node for node in nodes if node.host in map(same_host, group.config.hosts)):
+            with contextlib.suppress(ConfigError):  # `check_node` reports it
+                cards[node.host] = _cards(topology, group, node)
+        if len(set(cards.values())) > 1:
+            says = "; ".join(f"{what} on {host}" for host, what in cards.items())
+            level = Level.ERROR if "CPUs" in cards.values() else Level.WARNING
+            cure = "give all hosts of the group the same: the slowest card sets the pace, the smallest the room"
+            yield Finding(level, group.name, f"its parts have unlike cards: {says}", cure)
+        elif len(cards) > 1:
+            yield Finding(Level.OK, group.name, f"{next(iter(cards.values()))} on each of {len(cards)} hosts")
+
+
+def _cards(topology: Topology, group: Group, node: NodeFacts) -> str:
+    """Return the devices of a node for its part of a group."""
+    own = instances_on(topology, node.host)
+    shared = with_shares(topology, assign_devices(topology, own, node.devices))
+    names = [
+        name
+        for part in parts_of(shared, instances_on(shared, node.host))
+        if part.key == group.key
+        for name in part.config.devices
+    ]
+    cards = [node.devices.devices[gpu_index(name)] for name in names if is_gpu(name)]
+    words = Counter(f"{card.name or 'GPU'} ({(card.memory_bytes or 0) / GIB:.0f} GiB)" for card in cards)
+    return ", ".join(f"{count} x {what}" for what, count in sorted(words.items())) or "CPUs"
+
+
 def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     hashes = {node.host: node.model.hash for node in nodes if node.model.hash}
     if len(set(hashes.values())) > 1:
@@ -492,12 +538,14 @@ def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield Finding(Level.OK, "model", f"the same on {len(hashes)} nodes")
 
 
-def same_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+def same_versions(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     for name in ("torch", "pyzmq", "msgspec", "mooncake-transfer-engine", "nixl", "triton"):
         versions = {node.host: node.libraries[name] for node in nodes if name in node.libraries}
         if len(set(versions.values())) > 1:
             says = ", ".join(f"{host} has {version}" for host, version in versions.items())
-            yield Finding(Level.WARNING, name, f"versions differ: {says}", "make all of .venv by one constraints file")
+            # The parts of a group refuse each other then.
+            level = Level.ERROR if name == "torch" and any(g.is_part for g in groups(topology)) else Level.WARNING
+            yield Finding(level, name, f"versions differ: {says}", "make all of .venv by one constraints file")
 
 
 def clocks(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -519,6 +567,8 @@ def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | No
     if slurm is not None and len(host_names(topology)) > 1:
         hosts = hosts or expand_nodelist(slurm[1])
         index = slurm[0] if index is None else index
+    if hosts is None and len(host_names(topology)) > 1:
+        hosts = lws_hosts()
     if hosts is None and index is None:
         elsewhere = [Finding(Level.WARNING, "hosts", problem) for problem in address_problems(topology)]
         topology = on_one_host(topology)

@@ -31,6 +31,10 @@ CUT_S = 1.0
 READY_S = 400.0
 """Timeout of a start; a machine with free cores takes 20 s."""
 SETTINGS = ["model.served_name=m", "cache.num_pages=256"]
+WIDE = (
+    "dp_config.router.decode_schedulers=[{hosts: [node-a.example, node-b.example], dp_size: 2, rendezvous_port: 29400}]"
+)
+"""D over both nodes."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -249,6 +253,45 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
     named = re.search(r"(P[01]) ended \(killed by SIGKILL\)", served.output())
     assert named is not None, served.output()
     assert f" {named[1]} I chitu.kv_transfer" in served.output(), "the last lines of its log"
+
+
+def test_an_instance_over_two_nodes_serves_and_meets_again_after_a_death(
+    cluster: SlurmCluster, model: str, tmp_path: Path
+) -> None:
+    script = [
+        "bash",
+        "script/srun_pd_disagg.sh",
+        "pd_disagg_1p1d_multi_node",
+        "--model",
+        model,
+        "--log-dir",
+        str(tmp_path),
+    ]
+    launched = Launched(cluster, ["srun", "-N", "2", *script, "--cpus-per-gpu", "1", *SETTINGS, WIDE], tmp_path)
+    launched.wait_ready()
+    assert (
+        "node 0 (198.18.77.10): router D0" in launched.output() and "node 1 (198.18.77.11): P0 D1" in launched.output()
+    )
+
+    def check(name: str) -> None:
+        script = [sys.executable, "test/verify_xpyd_topology.py", "--router", ROUTER_URL, "--model", "m"]
+        (tmp_path / name).mkdir()
+        done = Launched(cluster, ["env", f"PYTHONPATH={ROOT}", *script, "--json"], tmp_path / name)
+        assert done.process.wait(120) == 0, done.output()
+        assert set(json.loads(done.output())["instances"]) == {"P0", "D0", "D1"}
+
+    check("before")
+    (victim,) = (
+        pid
+        for pid, command in cluster.own_processes(NODE1).items()
+        if "--role decode" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
+    )
+    cluster.machines.output(NODE1, ["kill", "-KILL", str(victim)])
+    log = tmp_path / "router.log"
+    wait_until(lambda: len(re.findall(r"D[01] joined", log.read_text())) == 4, 90, launched.output)
+    check("after")
+    cluster.output(["scancel", *cluster.jobs()])
+    launched.wait_nothing_left()
 
 
 def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(

@@ -110,20 +110,26 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     transfer_bytes = pool_bytes_of(topology.dp_config.router, instance.role, instance.config)
     pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes, num_states)
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
+    lease_s = topology.dp_config.router.pd_disaggregation.deadlines.lease_s
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     pace = Pace(config.step_s, config.prompt_token_s)
-    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)), _members(instance))
+    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)), _members(instance, lease_s))
 
 
-def _members(instance: Instance) -> RankGroup | None:
+def _members(instance: Instance, lease_s: float) -> RankGroup | None:
     """Return the group's members, which meet as those of a real engine do."""
     if instance.config.dp_size == 1:
         return None
     import torch
 
-    from chitu.engine.rank_groups import groups_of_rank
+    from chitu.engine.rank_groups import Meeting, groups_of_rank
+    from chitu.engine.rendezvous import Claim
 
-    return groups_of_rank(instance.config.dp_size, 1, instance.data_rank, 0, torch.device("cpu")).members
+    config, meeting = instance.config, None
+    if len(config.hosts) > 1:
+        claim = Claim(f"{instance.name} on {config.host}", {"the model": instance.config.rack})
+        meeting = Meeting(config.hosts, config.rendezvous_port, claim, lease_s)
+    return groups_of_rank(config.dp_size, 1, instance.data_rank, 0, torch.device("cpu"), meeting=meeting).members
 
 
 def hold_in(folder: str) -> Callable[[str], None]:

@@ -107,13 +107,6 @@ def test_what_cannot_work_is_refused_by_name(words: Sequence[str], found: str) -
     assert found in said if found else not said
 
 
-def test_drafts_by_the_model_are_refused_with_spread_experts() -> None:
-    settings = [f"{ROUTER}.decode_schedulers=[{{dp_size: 2, experts: spread}}]", "scheduler.speculation=mtp"]
-    found = list(problems(load_topology("pd_disagg_1p1d_local", settings), need_model=False))
-    key = f"{ROUTER}.decode_schedulers.0.experts"
-    assert found == [f"scheduler.speculation is mtp, which is not supported with {key} spread"] * 2
-
-
 def test_the_plan_says_where_experts_are() -> None:
     topology = topology_of("decode_schedulers=[{dp_size: 2, tp_size: 2, experts: spread}]")
     text = plan_text(topology, plan(topology, "t.yaml", [], 4, Entries(python="python")), 4, [])
