@@ -40,8 +40,9 @@ BITS = {"bf16": 16, "fp8": 8, "fp4": 4, "mxfp4": 4}
 
 HEAD = """# Published recipes
 
-How many of the prefill/decode recipes of NVIDIA's srt-slurm can be served here as written: **{served} of {total}**.
-Written by `python script/recipes.py`, from facts of the recipes and what the checks of this code say.
+How many of the prefill/decode recipes of NVIDIA's srt-slurm can be written as a topology of this project, and fit their
+cards: **{served} of {total}**. Written by `python script/recipes.py`, from facts of the recipes and what the checks of
+this code say; run was none of them, for want of the cards.
 """
 PLANS = """
 ## Ten of them
@@ -69,9 +70,9 @@ NEEDS = {
     "weights": "weights of 8 or 4 bits kept on GPUs, to fit",
     "model": "the model, refused today",
     "tp": "tensor parallelism of this model",
-    "dp": "data-parallel attention (`dp_size`)",
+    "dp": "data-parallel attention",
     "experts": "experts spread over ranks",
-    "hosts": "an instance over several hosts",
+    "hosts": "tensor parallelism over several hosts",
     "pp": "pipeline stages",
     "drafts": "drafts by the model, or by heads beside it",
 }
@@ -208,7 +209,7 @@ def needs_of(recipe: Recipe) -> frozenset[str]:
 def why_not(recipe: Recipe, need: str) -> Iterator[str]:
     """Yield what the checks of a topology say against one feature of a recipe."""
     try:
-        yield from problems(_topology(recipe, need), need_model=False)
+        yield from problems(_topology(recipe, need, *(("dp",) if need == "hosts" else ())), need_model=False)
     except ConfigError as error:
         yield str(error)
 
@@ -277,7 +278,7 @@ def planned(recipe: Recipe) -> Iterator[str]:
         name, on, _ = line.partition(" on ")
         if on and name[0] in "PD" and name[0] not in seen:
             seen.add(name[0])
-            yield line.partition(", devices")[0]
+            yield line.replace(", devices auto", "")
 
 
 def main() -> None:
