@@ -13,7 +13,7 @@ from test_router_requests import World, pair
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig, SLOConfig
 from chitu.errors import Overloaded
 from chitu.net.http import error_headers
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LinkAck, LoadReport, SamplingParams, pack_i32
 from chitu.router.admission import Admission
 from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest
@@ -308,7 +308,7 @@ def test_the_router_rejects_before_it_sends_anything_and_serves_again_when_the_q
         world.router.require_admission()
     with pytest.raises(Overloaded):
         world.add()
-    assert world.outbox.sent == [] and world.router.in_flight == 0
+    assert all(isinstance(sent, LinkAck) for _, sent in world.outbox.sent) and world.router.in_flight == 0
     beat(world, Role.PREFILL, LoadReport(backlog_s=2.0, backlog_work=10**6))
     world.router.require_admission()
     world.add()

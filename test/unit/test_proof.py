@@ -85,7 +85,7 @@ def test_a_request_tells_its_pair_its_bytes_and_where_its_time_went() -> None:
     assert msgspec.structs.asdict(made.choices[0].stages) == {
         **{"receive_s": 2.0, "prepare_s": 1.0, "retry_s": 0.0, "prefill_s": msgspec.UNSET, "admission_s": 0.125},
         **{"queue_s": 0.375, "compute_s": 1.0, "transfer_s": 0.75, "first_step_s": 0.25, "decode_s": 3.5},
-        **{"messages_s": 0.0, "answer_s": 0.5},
+        **{"messages_s": 0.0, "answer_s": 0.5, "confirm_s": msgspec.UNSET},
     }
     assert made.total_s == 9.5
     (attempt,) = made.choices[0].attempts
