@@ -24,7 +24,7 @@ from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_LAYERS, NUM_PAGE
 from support.fake_transport import FakeFabric, Fault, FaultKind
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
-from chitu.engine.executor import DoneStep, LayerCallback, Offload, StepPlan, StepResult
+from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, Offload, StepPlan, StepResult
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible
@@ -279,6 +279,8 @@ OLD, NEW = 7, 9
 
 class Runner:
     """The parts of a `ModelRunner` that the shells need: pages, and an offload that copies them."""
+
+    info = ExecutorInfo(num_slots=1, max_model_len=64, vocab_size=10, num_layers=1, eos_token_ids=())
 
     def __init__(self, before_copy: Callable[[], None]) -> None:
         self.pages = np.full(4, OLD)
