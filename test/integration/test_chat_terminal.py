@@ -165,7 +165,8 @@ def test_one_question_prints_the_answer_and_says_beside_it_what_became_of_it(
     assert lines[0].startswith(f"P0 -> D0 · {served.prompt_tokens} prompt + 12 output tokens · ")
     assert f" · {byte_text(served.kv_bytes)} KV moved · " in lines[0]
     assert re.fullmatch(
-        r"admission .+ · queue .+ · compute .+ · transfer .+ · (confirm|first step) .+ · first token .+ · total .+", lines[1]
+        r"admission .+ · queue .+ · compute .+ · transfer .+ · (confirm|first step) .+ · first token .+ · total .+",
+        lines[1],
     )
     assert re.fullmatch(r"P0 up .+/2000 pages · D0 up .+/2000 pages", lines[2])
     assert len(lines) == 3

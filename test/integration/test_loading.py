@@ -120,9 +120,8 @@ def test_of_other_rows_nothing_is_read(stored):
 def test_keys_that_outlive_a_process_are_never_made_of_weights_that_came_later(tmp_path, is_replaced):
     folder = make_model(tmp_path / "model", family="llama")
     (file,) = weight_files(folder)
-    engine = RankEngine(
-        None, None, None, 1, str(folder), weights_stamp(folder), None, None, None
-    )  # what is loaded follows
+    nothing = (None,) * 4
+    engine = RankEngine(*nothing, 1, str(folder), weights_stamp(folder), None, None, None)  # what is loaded follows
     assert engine.weights_digest() == weights_digest(folder)
     data = file.read_bytes()
     if is_replaced:
