@@ -100,6 +100,7 @@ def test_members_give_the_tokens_of_one_engine_and_each_takes_part(
             "--json",
         ]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        assert done.stdout, done.stderr
         verdict = json.loads(done.stdout)
         assert (done.returncode, verdict["reasons"]) == (0, [])
         assert len(verdict["instances"]) == 3 and len(verdict["pairs"]) == 2
