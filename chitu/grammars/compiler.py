@@ -57,6 +57,8 @@ _JSON_OPTIONS: Any = {
     # One space, or a line break with indentation. Without this bound a model may emit spaces until the end.
     "whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,20}",
 }
+_calls_decoder = msgspec.json.Decoder(ToolCalls)
+"""Made at import: msgspec (0.22) crashes if two threads use a type first at the same time."""
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
 
 
@@ -212,7 +214,7 @@ class GrammarCompiler:
     def _raise_place(self, grammar: Grammar) -> None:
         """Raise InvalidRequest with the place that is at fault, if one is found."""
         if grammar.kind == "tool_calls":
-            calls, places = msgspec.json.decode(grammar.text, type=ToolCalls), list[tuple[str, str]]()
+            calls, places = _calls_decoder.decode(grammar.text), list[tuple[str, str]]()
             tool_calls_lark(calls, self._added, _JSON_OPTIONS, "", places)
             end_s = time.thread_time() + FAULT_S
             for place, terminal in places:
@@ -267,7 +269,7 @@ class GrammarCompiler:
             choices = msgspec.json.decode(text, type=list[str])
             return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
         if grammar.kind == "tool_calls":
-            return self._source_of_calls(msgspec.json.decode(text, type=ToolCalls))
+            return self._source_of_calls(_calls_decoder.decode(text))
         if grammar.kind == "lark" and "::=" in text:
             text = _lark_of_gbnf(text)
         return self._engine.grammar_from_lark(text)
@@ -311,7 +313,7 @@ def _begins_as_a_call(calls: ToolCalls, index: int) -> InvalidRequest:
 def _schemas_of(grammar: Grammar) -> list[Any]:
     """Return the JSON schemas that a grammar has, as they are enforced."""
     if grammar.kind == "tool_calls":
-        calls = msgspec.json.decode(grammar.text, type=ToolCalls).calls
+        calls = _calls_decoder.decode(grammar.text).calls
         return [enforceable(json.loads(bytes(call.schema))) for call in calls]
     return [enforceable(json.loads(grammar.text))] if grammar.kind == "json_schema" else []
 

@@ -177,6 +177,11 @@ class _ProvenUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
+# Answers are read by threads, and msgspec (0.22) crashes if two use a type first at the same time.
+for _type in (_ProvenAnswer, _ProvenUsage):
+    msgspec.json.Decoder(_type)
+
+
 def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> CheckedRequest:
     """Parse an answer. Raise ValueError if it is malformed, ends with an error or has no proof."""
     events = EventParser().feed(reply) if is_stream else [reply.decode()]
