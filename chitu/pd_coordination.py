@@ -107,6 +107,26 @@ class MembershipListener(Protocol):
         """Call `next_change` soon, once for any number of changes."""
 
 
+def places_in(join: Join) -> list[tuple[Role, int] | None]:
+    """Return the places `home` and `becomes` of a join, role and rank each. Raises ConfigError for another protocol
+    version, BadFrame for numbers that are out of range."""
+    if join.protocol_version != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"protocol version {join.protocol_version}; this router speaks {PROTOCOL_VERSION}: "
+            "run the same release everywhere"
+        )
+    info = join.instance
+    check_address(info.host, info.port)
+    if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
+        raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
+    if info.group is not None and not 0 <= info.group.rank < info.group.size:
+        raise BadFrame(f"data rank {info.group.rank} in a group of {info.group.size}: out of range")
+    try:
+        return [place_of(text) if text else None for text in (info.home, info.becomes)]
+    except ValueError as error:
+        raise BadFrame(f"home {info.home!r}, becomes {info.becomes!r}: not role and rank") from error
+
+
 class PDCoordination:
     def __init__(
         self,
@@ -414,21 +434,7 @@ class PDCoordination:
                 self._set_info(each, msgspec.structs.replace(each.info, draining=True, becomes=""))
 
     def _join(self, join: Join, identity: bytes) -> None:
-        if join.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"protocol version {join.protocol_version}; this router speaks {PROTOCOL_VERSION}: "
-                "run the same release everywhere"
-            )
-        info = join.instance
-        check_address(info.host, info.port)
-        if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
-            raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
-        if info.group is not None and not 0 <= info.group.rank < info.group.size:
-            raise BadFrame(f"data rank {info.group.rank} in a group of {info.group.size}: out of range")
-        try:
-            home, becomes = [place_of(text) if text else None for text in (info.home, info.becomes)]
-        except ValueError as error:
-            raise BadFrame(f"home {info.home!r}, becomes {info.becomes!r}: not role and rank") from error
+        info, (home, becomes) = join.instance, places_in(join)
         key = (info.role, info.engine_rank)
         now_s = self._clock.monotonic()
         lease_end_s = now_s + self._deadlines.lease_s
