@@ -24,12 +24,11 @@ from support.router_process import wait_until
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
-from chitu.config.topology import find_instance, instances, on_one_host, router_ports, with_router_ports
+from chitu.config.topology import find_part, instances, on_one_host, router_ports, with_router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import instance_spec
 from chitu.launch.router_client import RouterClient
 from chitu.process.child import ChildProcess
-from chitu.types import Role
 
 VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"
 
@@ -100,14 +99,7 @@ def test_a_late_instance_gets_traffic_once_it_has_joined(
     topology = with_router_ports(on_one_host(topology), cluster.ports)
     config = tmp_path / "late.yaml"
     config.write_text(dump_topology(topology), encoding="utf-8")
-    spec = instance_spec(
-        topology,
-        find_instance(topology, Role.DECODE, 3),
-        str(config),
-        [],
-        2,
-        ENTRIES,
-    )
+    spec = instance_spec(topology, find_part(topology, "D3"), str(config), [], 2, ENTRIES)
     env = {ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
     late = ChildProcess(spec, env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
     served = threading.Event()
