@@ -24,6 +24,8 @@ Priority = Annotated[int, Meta(ge=-(1 << 31) + 1, le=0)]
 """Bound of priorities. 0 is the default of requests, which no bound may refuse."""
 
 
+WeightForm = Literal["keep", "dequantise"]
+
 AUTO_DEVICES = ("auto",)
 
 
@@ -51,6 +53,9 @@ class ModelConfig(Section, frozen=True):
     code: Literal["auto", "own", "transformers"] = "auto"
     """Code that computes the model: our own, which is faster, or the modules of the installed transformers, which know
     more architectures. `auto`: our own if it has all that the checkpoint asks for."""
+    weights: WeightForm = "keep"
+    """Quantised weights. `keep`: as small as they are stored, where kernels compute with such: most forms on CPUs with
+    a C compiler, FP8 on GPUs from compute capability 8.9 on. `dequantise`: numbers of `dtype`."""
     prefill_attention: Literal["auto", "paged"] = "auto"
     """Attention on CUDA for prompts longer than the recorded steps. `auto`: torch's library for whole prompts, our own
     paged kernel for the rest; `paged`: our own for all."""

@@ -19,7 +19,7 @@ import torch
 
 from chitu import __version__
 from chitu.config.devices import dtype_on
-from chitu.config.schema import Topology
+from chitu.config.schema import Topology, WeightForm
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, computes_prompts, threads_of
 from chitu.engine.expert_group import ExpertGroup, GroupLinks
@@ -113,14 +113,15 @@ def load_model(
     spec: ModelSpec | None = None,
     drafts: bool = False,
     spread: Spread | None = None,
+    weights: WeightForm = "keep",
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
     `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spread`: load
-    this rank's own experts alone. `spec`: what the folder and these options give, if it is known. Without `ops`: the
-    fastest implementation for this device and dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be
-    served, before reading weights if possible.
+    this rank's own experts alone. `weights`: `model.weights`. `spec`: what the folder and these options give, if it is
+    known. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError (UnsupportedModel)
+    for a folder that cannot be served, before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
@@ -128,13 +129,14 @@ def load_model(
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
-    source = WeightSource(path, torch_dtype, target, progress, spec.quantization, keeps_small=chosen.keeps_small)
-    with torch.inference_mode(), source as weights:
+    keeps = chosen.keeps if weights == "keep" else None
+    source = WeightSource(path, torch_dtype, target, progress, spec.quantization, keeps=keeps)
+    with torch.inference_mode(), source as opened:
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen, spread)
-        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard, spread)
+            return build_generic(path, spec, torch_dtype, target, opened, shard, adapters, chosen, spread)
+        model = build_decoder(spec, traits_of(spec), opened, chosen, target, spec.max_model_len, shard, spread)
         if not adapters:
             return model
         part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
@@ -312,6 +314,7 @@ def _load(
         adapters=target.adapters,
         spec=spec,
         spread=experts,
+        weights=config.weights,
     )
     if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")
@@ -419,6 +422,7 @@ def _weights_source(
             window_state=target.window_state,
             drafts=spec.has_draft_layer,
             spread=experts,
+            weights=target.topology.model.weights,
         )
 
     path = target.topology.model.path

@@ -24,6 +24,7 @@ from chitu.kv_cache.state_row import StateRow, why_not_cut
 from chitu.models.config import ModelSpec
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import memory_left_bytes
+from chitu.ops.e4m3 import E4M3_CAPABILITY
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -38,8 +39,6 @@ from chitu.protocol import (
 from chitu.protocol.cluster import HEAD_ALIGNMENT_BYTES
 from chitu.types import Role
 
-MIN_CAPABILITY = (8, 9)
-"""Lowest compute capability with e4m3: Ada and Hopper are the first."""
 CPU_POOL_LIMIT_BYTES = 4 << 30
 """Largest pool that `memory_fraction` gives on a CPU. `cache.num_pages` may ask for more."""
 CPU_FRACTION = 0.25
@@ -75,7 +74,7 @@ def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capabili
                 f"and their scales has {nbytes} bytes, which is no multiple of {HEAD_ALIGNMENT_BYTES}: set "
                 "cache.page_size to a multiple of 16"
             )
-    if capability is not None and capability < MIN_CAPABILITY:
+    if capability is not None and capability < E4M3_CAPABILITY:
         raise ConfigError(
             f"cache.kv_dtype: {FP8_E4M3} needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; this one has "
             f"{capability[0]}.{capability[1]}"

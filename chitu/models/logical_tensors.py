@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
+
+if TYPE_CHECKING:
+    from chitu.ops.kept import Form
 
 WIDE_BYTES = 4
 """Of a number of float32."""
@@ -26,6 +29,8 @@ KEPT_BLOCKS = {
 }  # fmt: skip
 """ggml's types that kernels keep: the numbers that have a common scale, and their bytes in memory, where codes have 4
 or 8 bits and the K types have float32 scales."""
+WIDE_CODES = ("Q5", "Q6", "Q8")
+"""Begins of those whose codes have 8 bits."""
 
 
 class Header(Protocol):
@@ -106,6 +111,8 @@ class Kept(NamedTuple):
     """Inputs with a common scale: a part of its columns must begin with a run."""
     num_bytes: int
     """In memory."""
+    form: Form
+    """Of its codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +185,7 @@ def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
         if dtype not in KEPT_BLOCKS or packed.is_transposed or packed.pair or packed.added:
             return None
         run, nbytes = KEPT_BLOCKS[dtype]
-        return Kept(run, count // run * nbytes)
+        return Kept(run, count // run * nbytes, "int8" if dtype[:2] in WIDE_CODES else "table4")
     run, scale_dtype = packed.block[0 if packed.is_transposed else 1], entries[packed.scales].dtype
     if packed.code == "number" and (dtype not in ("F8_E4M3", "I8") or packed.zeros):
         return None
@@ -186,7 +193,8 @@ def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
         return None
     bits = 8 if packed.code == "number" or packed.bits > 4 else 4
     factor_bytes = 2 * WIDE_BYTES if packed.zeros else 2 if packed.has_half_scales(scale_dtype) else WIDE_BYTES
-    return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes)
+    form: Form = "e4m3" if dtype == "F8_E4M3" else "int8" if bits == 8 else "table4"
+    return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes, form)
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:

@@ -33,9 +33,13 @@ from chitu.models.gguf_names import PLAIN, GgufTensor
 from chitu.models.logical_tensors import PackedTensor, logical_tensors
 from chitu.models.quantization import Quantization
 from chitu.models.small_blocks import kept_of_ggml
-from chitu.ops.kept import KeptBlocks, Matrix, below
+from chitu.ops.kept import Form, KeptBlocks, Matrix, below
 
+Keeps = Callable[[Form, int, int], bool]
+"""`Ops.keeps`."""
 STAGING_BYTES = 16 << 20
+MIN_CUT_RUN = 32
+"""Least inputs of a run that a cut makes shorter: scales would need more memory than they save."""
 PIECE_NUMBERS = 1 << 18
 """Numbers that are dequantised at a time."""
 DTYPES = {
@@ -195,11 +199,12 @@ class WeightSource:
         progress: Progress | None,
         quantization: Quantization | None = None,
         piece_numbers: int = PIECE_NUMBERS,
-        keeps_small: bool = False,
+        keeps: Keeps | None = None,
     ) -> None:
-        """Open the files. Raises ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
+        """Open the files. `keeps`: of the operations, which then get matrices as small as they are stored. Raises
+        ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
         self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
-        self._done, self._piece_numbers, self._keeps_small = 0, piece_numbers, keeps_small
+        self._done, self._piece_numbers, self._keeps = 0, piece_numbers, keeps
         files = weight_files(path)
         entries = read_entries(files)
         logical = logical_tensors(entries, quantization, f"model.path: {path}")
@@ -249,36 +254,50 @@ class WeightSource:
 
     def take_matrix(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> Matrix:
         """Return what `take` does, or the same kept small if the operations keep such and the weight is stored so."""
-        kept = self._kept(name, shape, rows, columns) if self._keeps_small else None
+        kept = self._kept(name, shape, rows, columns)
         return kept if kept is not None else self.take(name, *shape, rows=rows, columns=columns)
 
     def take_matrices(self, parts: Sequence[Rows], inputs: int) -> Matrix:
         """Return what `take_rows` does, or the same kept small as `take_matrix` does if all parts can be."""
-        if not all(self._can_keep(part.name, None) for part in parts):
+        if not all(self._run_kept(part.name, None) for part in parts):
             return self.take_rows(parts, inputs)
         return below([self.take_matrix(part.name, part.total, inputs, rows=part.rows) for part in parts])
 
-    def _can_keep(self, name: str, columns: range | None) -> bool:
-        """Return whether a tensor is a matrix of a form that is kept, and its columns begin with a run of one scale."""
+    def _run_kept(self, name: str, columns: range | None) -> int:
+        """Return the inputs of a run if these columns of a tensor are kept small; 0 if they are not. Columns that begin
+        within a run of e4m3 have shorter runs: the first one begins with them."""
         kept = self._small.get(name)
-        if not self._keeps_small or kept is None:
-            return False
-        return columns is None or columns.start % kept.run == 0 or kept.run == self._shapes[name][1]
+        if self._keeps is None or kept is None:
+            return 0
+        first, inputs = (columns.start if columns is not None else 0), self._shapes[name][1]
+        if not first or kept.run == inputs:
+            return kept.run if self._keeps(kept.form, kept.run, inputs) else 0
+        run = math.gcd(first, kept.run)
+        if run < kept.run and (kept.form != "e4m3" or run < MIN_CUT_RUN):
+            return 0
+        return run if self._keeps(kept.form, run, inputs) else 0
 
     def _kept(self, name: str, shape: tuple[int, ...], rows: range | None, columns: range | None) -> KeptBlocks | None:
         """Read a part of a matrix as small as it is; None, with the tensor still to take, if it cannot be kept so."""
-        if self._shapes.get(name) != shape or name not in self._left or not self._can_keep(name, columns):
+        run = self._run_kept(name, columns)
+        if self._shapes.get(name) != shape or name not in self._left or not run:
             return None
         packed, rows, columns = self._packed[name], rows or range(shape[0]), columns or range(shape[1])
         if packed.code == "ggml":
             blocks, dtype = self.blocks_of(packed.data, 0, packed.matrix, rows, columns, packed.head_rows)
             self._count(name)
-            return kept_of_ggml(dtype, blocks).part(columns.start % BLOCKS[dtype][0], len(columns))
+            own = kept_of_ggml(dtype, blocks).part(columns.start % BLOCKS[dtype][0], len(columns))
+            return own._replace(dtype=self._dtype)
+        skipped = columns.start % self._small[name].run if run < self._small[name].run else 0
+        columns = range(columns.start - skipped, columns.stop)
         part = self._part(packed, 0, *((columns, rows) if packed.is_transposed else (rows, columns)))
         kept = kept_of(part, self._files.tensors[packed.scales].dtype == torch.float16)
-        if kept is not None:
-            self._count(name)
-        return kept
+        if kept is None:
+            return None
+        self._count(name)
+        if run < self._small[name].run:
+            kept = kept.in_runs_of(run).part(skipped, len(columns) - skipped)
+        return kept._replace(dtype=self._dtype)
 
     def _read(
         self,

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from chitu.ops.kept import Matrix, Weights
+from chitu.ops.kept import Form, Matrix, Weights
 
 TILE_ROWS = 64
 """Most rows of a tile, whose attention a kernel computes together."""
@@ -151,9 +151,10 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def keeps_small(self) -> bool:
-        """Whether `prepare` keeps `KeptBlocks` as small as they are. Results have the bits of dequantised weights."""
+    def keeps(self, form: Form, run: int, inputs: int) -> bool:
+        """Return whether `prepare` keeps `KeptBlocks` of this form as small as they are, with a scale for each `run` of
+        so many inputs. Sums are in float32 over numbers that are not rounded to the dtype of the rows, so on a CPU in
+        float32 results have the bits of dequantised weights."""
         return False
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:

@@ -31,11 +31,15 @@ class KeptBlocks(NamedTuple):
     added_OR: torch.Tensor | None = None
     """What is added behind the product, in the dtype of the scales."""
     table: tuple[float, ...] = ()
+    dtype: torch.dtype = torch.float32
+    """Of the model, to which a weight is rounded if it is dequantised after all."""
 
     def dequantise(self) -> torch.Tensor:
-        """Return the weight, float32."""
+        """Return the weight in the model's dtype."""
         numbers = self._numbers().mul_(self._by_input(self.scales_OR))
-        return numbers if self.added_OR is None else numbers.add_(self._by_input(self.added_OR))
+        if self.added_OR is not None:
+            numbers = numbers.add_(self._by_input(self.added_OR))
+        return numbers.to(self.dtype)
 
     def part(self, first: int, count: int) -> KeptBlocks:
         """Return these inputs of all outputs. `first`: of a run."""
@@ -45,6 +49,11 @@ class KeptBlocks(NamedTuple):
             scales_OR=self.scales_OR[:, runs],
             added_OR=None if self.added_OR is None else self.added_OR[:, runs],
         )
+
+    def in_runs_of(self, run: int) -> KeptBlocks:
+        """Return the same numbers with shorter runs, whose length divides that of the runs. Nothing may be added."""
+        num_runs, times = -(-self.codes_OI.shape[1] // run), self.run // run
+        return self._replace(scales_OR=self.scales_OR.repeat_interleave(times, 1)[:, :num_runs], run=run)
 
     def _numbers(self) -> torch.Tensor:
         if self.form == "e4m3":
@@ -64,7 +73,7 @@ Weights = torch.Tensor | Sequence[KeptBlocks]
 
 
 def dequantised(weight: Matrix) -> torch.Tensor:
-    """Return the weight as numbers of its dtype, float32 if it was kept small."""
+    """Return the weight as numbers of the model's dtype."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantise()
 
 

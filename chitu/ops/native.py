@@ -319,7 +319,11 @@ class NativeOps(Ops):
 
     @property
     def keeps_small(self) -> bool:
+        """Whether weights stay in 16, 8 or 4 bits, which depends on the CPU."""
         return bool(self._library.chitu_keeps_small())
+
+    def keeps(self, form: Form, run: int, inputs: int) -> bool:
+        return self.keeps_small
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> PackedWeight:
         return pack(weight, bias, small=self.keeps_small)

@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from chitu.ops.e4m3 import E4M3_CAPABILITY
 from chitu.ops.interface import Ops
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps
@@ -20,8 +21,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, is_paged: bool = False)
         from chitu.ops.triton_ops import TritonOps
         from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS, WHOLE_PROMPT_TOKENS
 
-        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        return TritonOps(num_multiprocessors, NO_WHOLE_PROMPTS if is_paged else WHOLE_PROMPT_TOKENS)
+        found = torch.cuda.get_device_properties(device)
+        whole = NO_WHOLE_PROMPTS if is_paged else WHOLE_PROMPT_TOKENS
+        return TritonOps(found.multi_processor_count, whole, (found.major, found.minor) >= E4M3_CAPABILITY)
     if device.type == "cpu" and dtype == torch.float32:
         library = load_library()
         if library is not None:

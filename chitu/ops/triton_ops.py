@@ -7,60 +7,95 @@ the device reads all else.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
-from chitu.ops.kept import Matrix, Weights, dequantised, stack_of
+from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
-from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
+from chitu.ops.kernels.widen import wide_linear
+from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, keeps_e4m3, scaled_stack, scaled_weight
+from chitu.ops.torch_ops import PlainWeight
 from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_prompt
 
 
+@dataclass(frozen=True, slots=True)
+class CardExperts:
+    """Every expert's gate, up and down in one tensor each, with scales if they are kept in e4m3."""
+
+    gate_up_EGD: torch.Tensor | ScaledStack
+    """Weights `[E, 2 I, D]`, gate rows first."""
+    down_EDI: torch.Tensor | ScaledStack
+
+    @property
+    def num_experts(self) -> int:
+        down = self.down_EDI
+        return (down if isinstance(down, torch.Tensor) else down.weight).shape[0]
+
+
 class TritonOps:
-    """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention.
+    """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention. `has_e4m3`: whether
+    kernels can read e4m3 there, so weights of it stay as small as they are (`scaled_weights.py`).
 
     Attention of spans: torch's library (`whole_prompts.py`) for those that begin a sequence and have at least
     `whole_prompt_tokens`, our own kernel for the rest. Recorded steps use our own kernel.
     """
 
     name = "triton"
-    keeps_small = False
 
-    def __init__(self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS) -> None:
+    def __init__(
+        self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS, has_e4m3: bool = True
+    ) -> None:
         self._num_multiprocessors = num_multiprocessors
+        self._has_e4m3 = has_e4m3
         self._whole_prompt_tokens = whole_prompt_tokens
         self._routes: AttentionPlan | None = None
 
+    def keeps(self, form: Form, run: int, inputs: int) -> bool:
+        return self._has_e4m3 and keeps_e4m3(form, run, inputs)
+
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
+        if self._has_e4m3 and isinstance(weight, KeptBlocks) and is_kept(weight):
+            return scaled_weight(weight, bias)
         return PlainWeight(dequantised(weight).contiguous(), bias)
 
     def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(dequantised(weight).contiguous(), bias)
+        return self.prepare(weight, bias)
 
     def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
-        return plain(weight).weight[rows_T]
+        w = _prepared(weight)
+        if isinstance(w, PlainWeight):
+            return w.weight[rows_T]
+        return w.rows_of(rows_T)
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        w = plain(weight)
-        if x_TI.shape[0] > MAX_ROWS:
+        w = _prepared(weight)
+        if x_TI.shape[0] > MAX_ROWS and isinstance(w, PlainWeight):
             return F.linear(x_TI, w.weight, w.bias)
         out_TO = x_TI.new_empty(x_TI.shape[0], w.out_features)
-        small_linear(x_TI.contiguous(), w.weight, w.bias, out_TO)
+        if x_TI.shape[0] > MAX_ROWS and isinstance(w, ScaledWeight):
+            wide_linear(x_TI, w.weight, w.scales, w.bias, out_TO)
+        else:
+            small_linear(x_TI.contiguous(), w.weight, w.bias, out_TO, scales=_scales(w))
         return out_TO
 
     def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
-        w = plain(weight)
+        w = _prepared(weight)
         if x_TI.shape[0] > MAX_ROWS:
+            if isinstance(w, ScaledWeight):
+                wide_linear(x_TI, w.weight, w.scales, w.bias, residual_TD, is_added=True)
+                return residual_TD
             if w.bias is not None:
                 residual_TD.add_(w.bias)
             return residual_TD.addmm_(x_TI, w.weight.T)
-        small_linear(x_TI.contiguous(), w.weight, w.bias, residual_TD, is_added=True)
+        small_linear(x_TI.contiguous(), w.weight, w.bias, residual_TD, scales=_scales(w), is_added=True)
         return residual_TD
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -72,9 +107,9 @@ class TritonOps:
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         if not _norms_within(x_TD):
             return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
-        w = plain(weight)
+        w = _prepared(weight)
         out_TO = x_TD.new_empty(x_TD.shape[0], w.out_features)
-        small_linear(x_TD, w.weight, w.bias, out_TO, norm_I=norm_D, eps=eps)
+        small_linear(x_TD, w.weight, w.bias, out_TO, scales=_scales(w), norm_I=norm_D, eps=eps)
         return out_TO
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
@@ -83,22 +118,28 @@ class TritonOps:
     def _gate_up(
         self, x_TD: torch.Tensor, norm_D: torch.Tensor | None, eps: float, weight: LinearWeight
     ) -> torch.Tensor:
-        w = plain(weight)
+        w = _prepared(weight)
         out_TI = x_TD.new_empty(x_TD.shape[0], w.out_features // 2)
         if norm_D is not None and not _norms_within(x_TD):
             x_TD, norm_D = self.rms_norm(x_TD, norm_D, eps), None
         if x_TD.shape[0] <= MAX_ROWS:
-            small_linear(x_TD, w.weight, w.bias, out_TI, norm_I=norm_D, eps=eps, is_gated=True)
+            small_linear(x_TD, w.weight, w.bias, out_TI, scales=_scales(w), norm_I=norm_D, eps=eps, is_gated=True)
         else:
-            silu_mul(F.linear(x_TD, w.weight, w.bias), out_TI)
+            silu_mul(self.linear(x_TD, w), out_TI)
         return out_TI
 
     def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        return StackedExperts(stack_of(gate_up_EGD).contiguous(), stack_of(down_EDI).contiguous())
+        return CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI))
+
+    def _stack(self, weights_EOI: Weights) -> torch.Tensor | ScaledStack:
+        kept = scaled_stack(weights_EOI) if self._has_e4m3 else None
+        return stack_of(weights_EOI).contiguous() if kept is None else kept
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
-        own = stacked(experts)
-        return mixture(x_TD, routes.experts_TA, routes.weights_TA, own.gate_up_EGD, own.down_EDI)
+        if not isinstance(experts, CardExperts):
+            raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
+        (gate_up_EGD, of_gate_up), (down_EDI, of_down) = map(_parts, (experts.gate_up_EGD, experts.down_EDI))
+        return mixture(x_TD, routes.experts_TA, routes.weights_TA, gate_up_EGD, down_EDI, of_gate_up, of_down)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -189,6 +230,21 @@ class TritonOps:
                 batch.first_position,
             )
         return out_THL
+
+
+def _prepared(weight: LinearWeight) -> PlainWeight | ScaledWeight:
+    """Return the weight as this module prepared it. Raises TypeError if another implementation prepared it."""
+    if not isinstance(weight, PlainWeight | ScaledWeight):
+        raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
+    return weight
+
+
+def _scales(weight: PlainWeight | ScaledWeight) -> Scales | None:
+    return weight.scales if isinstance(weight, ScaledWeight) else None
+
+
+def _parts(stack: torch.Tensor | ScaledStack) -> tuple[torch.Tensor, Scales | None]:
+    return (stack, None) if isinstance(stack, torch.Tensor) else (stack.weight, stack.scales)
 
 
 def _norms_within(x_TD: torch.Tensor) -> bool:

@@ -22,11 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear, sums
+from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear, sums, widen
+from chitu.ops.scaled_weights import Scales
 
 INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
@@ -138,15 +140,26 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
     products = ((WIDTH, False, False), (4 * WIDTH, True, False), (INNER, True, True), (VOCABULARY, True, False))
+    weights = {WIDE: ((0, 0),), HALF: ((0, 0), (1, WIDTH), (WIDTH // 128, 128))}
     for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
         num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
         which = {"has_norm": has_norm, "is_gated": is_gated, "is_hopper": arch == 90}
         tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, **which)
-        constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
-        constants |= {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
-        stages = small_linear.STAGES
-        found.append(variant(small_linear._small_linear, here, constants, num_warps=tiles_of.warps, num_stages=stages))
+        fused = {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
+        for runs, run in weights[kind]:
+            tiles = tiles_of
+            if runs:
+                scales = Scales(torch.empty(1, runs), run)
+                tiles = small_linear.scaled_tiles(tiles_of, scales, small_linear.HOPPER_BYTES, is_gated)
+            sizes = {"WIDTH": WIDTH, "ROWS": tiles.rows, "OUT": tiles.out, "IN": tiles.width}
+            constants = sizes | fused | {"RUNS": runs, "RUN": run or WIDTH}
+            own = here | {"scales_ptr": WIDE} | ({"weight_ptr": FP8} if runs else {})
+            options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+            found.append(variant(small_linear._small_linear, own, constants, **options))
+    scaled = {"codes_ptr": FP8, "factors_ptr": WIDE, "out_ptr": HALF}
+    sizes = {"WIDTH": WIDTH, "RUN": 128, "BLOCK": widen.NUMBERS_AT_ONCE}
+    found.append(variant(widen._widen, scaled, sizes, num_warps=4))
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
@@ -174,10 +187,14 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         found.append(variant(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
         for is_gated in (False, True):
             sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
-            constants = sizes | {"IS_GATED": is_gated}
             for kind in kinds if tile_rows == 16 else (HALF,):
-                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
-                found.append(variant(moe._grouped_product, here, constants, num_warps=4, num_stages=3))
+                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind, "scales_ptr": WIDE}
+                for runs, run in weights[kind]:
+                    own = here | ({"weight_ptr": FP8} if runs else {})
+                    constants = sizes | {"IS_GATED": is_gated, "RUNS": runs, "RUN": run or WIDTH}
+                    scales = Scales(torch.empty(1, runs), run) if runs else None
+                    warps = moe.product_warps(tile_rows, is_gated, scales)
+                    found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}

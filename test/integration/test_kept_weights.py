@@ -19,7 +19,7 @@ from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.models.tensors import tensors_of, why_unlike
-from chitu.models.weights import WeightSource
+from chitu.models.weights import Keeps, WeightSource
 from chitu.ops.kept import KeptBlocks, Matrix, below, dequantised, in_16_bits
 from chitu.ops.native import NativeOps, load_library, pack, packed, unpack
 from chitu.ops.torch_ops import TorchOps
@@ -210,12 +210,12 @@ def test_a_gguf_file_stays_small_and_has_the_logits_of_float32(ops, name, dtype,
     half = shape["q"][0] // 2
     for part, cut in (("q", {"rows": range(half, 2 * half)}), ("o", {"columns": range(half, 2 * half)}), ("q", {})):
         tensor = f"model.layers.0.self_attn.{part}_proj.weight"
-        with source_of(folder, keeps_small=True) as weights:
+        with source_of(folder, keeps=lambda *_: True) as weights:
             small = weights.take_matrix(tensor, *shape[part], **cut)
-        with source_of(folder, keeps_small=False) as weights:
+        with source_of(folder, keeps=None) as weights:
             assert torch.equal(dequantised(small), weights.take(tensor, *shape[part], **cut))
         assert isinstance(small, KeptBlocks) is (dtype != "F16")
 
 
-def source_of(folder: Path, keeps_small: bool) -> WeightSource:
-    return WeightSource(folder, torch.float32, torch.device("cpu"), None, keeps_small=keeps_small)
+def source_of(folder: Path, keeps: Keeps | None) -> WeightSource:
+    return WeightSource(folder, torch.float32, torch.device("cpu"), None, keeps=keeps)

@@ -20,7 +20,7 @@ from chitu.models.checkpoint import check_checkpoint, count_weights, damaged_ten
 from chitu.models.config import read_model_spec
 from chitu.models.dequantize import halves, integers, scales_of
 from chitu.models.quantization import AWQ_LANES, read_quantization
-from chitu.models.weights import Rows, WeightSource
+from chitu.models.weights import Keeps, Rows, WeightSource
 from chitu.ops.kept import KeptBlocks, dequantised
 from chitu.ops.native import NativeOps, load_library
 
@@ -38,10 +38,10 @@ def folder_of(path: Path, encoded: Encoded, module: str = "x") -> Path:
 
 
 def source_of(
-    folder: Path, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20, keeps_small: bool = False
+    folder: Path, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20, keeps: Keeps | None = None
 ) -> WeightSource:
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return WeightSource(folder, dtype, CPU, None, read_quantization(config, folder, "here"), piece_numbers, keeps_small)
+    return WeightSource(folder, dtype, CPU, None, read_quantization(config, folder, "here"), piece_numbers, keeps)
 
 
 def read(
@@ -229,7 +229,7 @@ def test_weights_stay_in_8_bits_where_the_operations_keep_such(tmp_path):
     quantization = read_quantization(config, small, "here")
 
     def taken(folder: Path, columns: range | None) -> torch.Tensor | KeptBlocks:
-        with WeightSource(folder, torch.float32, CPU, None, quantization, keeps_small=True) as weights:
+        with WeightSource(folder, torch.float32, CPU, None, quantization, keeps=lambda *_: True) as weights:
             return weights.take_matrix(name, *shape, columns=columns)
 
     expected = load_file(large / "model.safetensors")[name]
@@ -266,7 +266,7 @@ def test_every_part_of_a_matrix_that_is_kept_small_has_its_numbers(form, tmp_pat
     for rows, columns in itertools.product(PARTS, COLUMN_PARTS):
         with source_of(folder) as weights:
             expected = weights.take(NAME, ROWS, COLUMNS, rows=rows, columns=columns)
-        with source_of(folder, keeps_small=True) as weights:
+        with source_of(folder, keeps=lambda *_: True) as weights:
             found = weights.take_matrix(NAME, ROWS, COLUMNS, rows=rows, columns=columns)
             weights.finish()
         assert torch.equal(dequantised(found), expected)

@@ -5,6 +5,8 @@ Nothing waits for the device and no size depends on the routing, so a step with 
 tiles as the worst routing needs, and unneeded tiles end at once. A row's result depends only on the row and the size
 class of the batch. Called by `triton_ops.py` on the step thread.
 
+Experts of e4m3 have scales, which are used as in `small_linear.py`.
+
 Shapes as in `routing.py`: R = T A pairs; pair r belongs to row r / A. G = 2 I, gate rows first.
 """
 
@@ -17,6 +19,7 @@ import triton
 import triton.language as tl
 
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.scaled_weights import Scales
 
 PAIRS_AT_ONCE = 1024
 COLUMNS = 64
@@ -72,9 +75,22 @@ def _sort_pairs(
 
 
 @triton.jit
+def _with_product(acc, x, w, scales_of, run, is_out, RUNS: tl.constexpr):
+    """Return the sums with the products of one block, as in `small_linear.py`."""
+    if RUNS == 0:
+        part = tl.dot(x, tl.trans(w), input_precision="ieee")
+    else:
+        part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
+    if RUNS > 1:
+        part *= tl.load(scales_of + run, mask=is_out, other=0.0)[None, :]
+    return acc + part
+
+
+@triton.jit
 def _grouped_product(
     x_ptr,
     weight_ptr,
+    scales_ptr,
     order_ptr,
     tiles_ptr,
     out_ptr,
@@ -85,6 +101,8 @@ def _grouped_product(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     IS_GATED: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
     Gated: input is the pair's row, output o is `silu(gate_o) up_o`. Else the input is the first product's result."""
@@ -105,6 +123,7 @@ def _grouped_product(
         if IS_GATED:
             rows_of_expert = 2 * num_out
         weight_of = weight_ptr + (expert * rows_of_expert + o) * WIDTH
+        scales_of = scales_ptr + (expert * rows_of_expert + o) * RUNS
         acc = tl.zeros([ROWS, OUT], tl.float32)
         up_acc = tl.zeros([ROWS, OUT], tl.float32)
         for start in range(0, WIDTH, IN):
@@ -113,10 +132,14 @@ def _grouped_product(
             x = tl.load(x_ptr + x_of[:, None] + c[None, :], mask=(m < count)[:, None] & is_in[None, :], other=0.0)
             in_weight = is_out[:, None] & is_in[None, :]
             w = tl.load(weight_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-            acc += tl.dot(x, tl.trans(w), input_precision="ieee")
+            acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, RUNS)
             if IS_GATED:
                 w = tl.load(weight_of[:, None] + num_out * WIDTH + c[None, :], mask=in_weight, other=0.0)
-                up_acc += tl.dot(x, tl.trans(w), input_precision="ieee")
+                up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, RUNS)
+        if RUNS == 1:
+            acc *= tl.load(scales_of, mask=is_out, other=0.0)[None, :]
+            if IS_GATED:
+                up_acc *= tl.load(scales_of + num_out, mask=is_out, other=0.0)[None, :]
         y = acc
         if IS_GATED:
             y = acc * tl.sigmoid(acc) * up_acc
@@ -140,6 +163,11 @@ def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constex
 def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False) -> int:
     """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain."""
     return 16 if narrow or num_pairs <= 16 * num_experts else 64
+
+
+def product_warps(tile_rows: int, is_gated: bool, scales: Scales | None) -> int:
+    """Return the warps of a program. With a scale for each block it holds two products more in registers."""
+    return 8 if tile_rows == 64 and is_gated and scales is not None and scales.runs > 1 else 4
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -177,16 +205,20 @@ def mixture(
     weights_TA: torch.Tensor,
     gate_up_EGD: torch.Tensor,
     down_EDI: torch.Tensor,
+    gate_up_scales: Scales | None = None,
+    down_scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts."""
+    """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts. The scales are of
+    weights of e4m3."""
     num_experts, hidden, inner = down_EDI.shape
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
     tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))
     order_R, tiles_Y3 = sort_pairs(experts_TA, num_experts, tile_rows)
     inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    _product(x_TD.contiguous(), gate_up_EGD, order_R, tiles_Y3, inner_RI, per_row, tile_rows, is_gated=True)
-    _product(inner_RI, down_EDI, order_R, tiles_Y3, y_RD, per_row, tile_rows, is_gated=False)
+    x_TD = x_TD.contiguous()
+    _product(x_TD, gate_up_EGD, gate_up_scales, order_R, tiles_Y3, inner_RI, per_row, tile_rows, is_gated=True)
+    _product(inner_RI, down_EDI, down_scales, order_R, tiles_Y3, y_RD, per_row, tile_rows, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     kernel: Any = _weighted_sum[(x_TD.shape[0], triton.cdiv(hidden, block))]
     kernel(y_RD, weights_TA.contiguous(), out_TD, per_row, hidden, BLOCK=block, num_warps=4)
@@ -196,6 +228,7 @@ def mixture(
 def _product(
     x: torch.Tensor,
     weight_EOI: torch.Tensor,
+    scales: Scales | None,
     order_R: torch.Tensor,
     tiles_Y3: torch.Tensor,
     out_RO: torch.Tensor,
@@ -204,12 +237,15 @@ def _product(
     *,
     is_gated: bool,
 ) -> None:
-    num_out = out_RO.shape[1]
+    num_out, width = out_RO.shape[1], 128 if tile_rows == 16 else 64
+    if scales is not None and scales.runs > 1:
+        width = min(width, scales.run & -scales.run)
     # Columns first: the programs that share a tile's rows run together, and so do those that share an expert.
     kernel: Any = _grouped_product[(triton.cdiv(num_out, COLUMNS), tiles_Y3.shape[0])]
     kernel(
         x,
         weight_EOI,
+        scales.factors if scales is not None else x,
         order_R,
         tiles_Y3,
         out_RO,
@@ -218,8 +254,10 @@ def _product(
         WIDTH=x.shape[1],
         ROWS=tile_rows,
         OUT=COLUMNS,
-        IN=128 if tile_rows == 16 else 64,
+        IN=width,
         IS_GATED=is_gated,
-        num_warps=4,
+        RUNS=scales.runs if scales is not None else 0,
+        RUN=scales.run if scales is not None else x.shape[1],
+        num_warps=product_warps(tile_rows, is_gated, scales),
         num_stages=3,
     )

@@ -4,6 +4,9 @@ A decode step of a small batch reads each weight once for a few rows: it is boun
 launches, not by arithmetic. So the RMS norm before a product (its factor is multiplied in after the sum), the gate
 behind it and the residual are fused: five launches a layer and one or two for attention. The order of a row's sums
 depends only on the size class of the batch.
+
+A weight of e4m3 (`ops/scaled_weights.py`) is widened to the dtype of the rows in registers, which is exact. Its scales
+multiply sums in float32: one of all inputs the whole sum, one of a run the sum of each block, which never crosses runs.
 """
 
 from __future__ import annotations
@@ -17,19 +20,36 @@ import triton
 import triton.language as tl
 
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.scaled_weights import Scales
 
 MAX_ROWS = 64
 """Most rows of these kernels. A general matrix product is faster for more."""
 STAGES = 3
 """Blocks of the sum that a program loads at once."""
+MAX_STAGES = 8
 HOPPER_BYTES, SMALLEST_BYTES = 227 << 10, 99 << 10
 """Shared memory of a program: on sm_90 and sm_100, and the least of all devices since sm_80 (sm_86, sm_89)."""
+
+
+@triton.jit
+def _with_product(acc, w, x, scales_of, run, is_out, ROWS: tl.constexpr, RUNS: tl.constexpr):
+    """Return the sums with the products of one block. `run`: that the block is in, if a row has several scales."""
+    if ROWS == 1:
+        part = w.to(tl.float32) * x.to(tl.float32)
+    elif RUNS == 0:
+        part = tl.dot(w, tl.trans(x), input_precision="ieee")
+    else:
+        part = tl.dot(w.to(x.dtype), tl.trans(x), input_precision="ieee")
+    if RUNS > 1:
+        part *= tl.load(scales_of + run, mask=is_out, other=0.0)[:, None]
+    return acc + part
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # else a step with 33 prompts that end compiles what 32 and 48 did not
 def _small_linear(
     x_ptr,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     norm_ptr,
     out_ptr,
@@ -44,13 +64,18 @@ def _small_linear(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Program: OUT outputs of all rows. Gated: output o is `silu(gate_o) up_o`, the weight's rows o and num_out + o."""
+    """Program: OUT outputs of all rows. Gated: output o is `silu(gate_o) up_o`, the weight's rows o and num_out + o.
+    RUNS: scales of a row of the weight, each of RUN inputs; 0 if it has none."""
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
     r = tl.arange(0, ROWS)
     is_out = o < num_out
     row_of = o.to(tl.int64) * WIDTH
     up_of = (o + num_out).to(tl.int64) * WIDTH
+    scales_of = scales_ptr + o * RUNS
+    up_scales_of = scales_ptr + (o + num_out) * RUNS
     squares = tl.zeros([ROWS, IN], tl.float32)  # summed once at the end: a sum synchronises all warps
     # One row: products are kept apart and summed once at the end; a tensor core would need 16 rows.
     if ROWS == 1:
@@ -69,22 +94,20 @@ def _small_linear(
             x = (wide * tl.load(norm_ptr + c, mask=is_in, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
         in_weight = is_out[:, None] & is_in[None, :]
         w = tl.load(weight_ptr + row_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-        if ROWS == 1:
-            acc += w.to(tl.float32) * x.to(tl.float32)
-        else:
-            acc += tl.dot(w, tl.trans(x), input_precision="ieee")
+        acc = _with_product(acc, w, x, scales_of, start // RUN, is_out, ROWS, RUNS)
         if IS_GATED:
             w = tl.load(weight_ptr + up_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-            if ROWS == 1:
-                up_acc += w.to(tl.float32) * x.to(tl.float32)
-            else:
-                up_acc += tl.dot(w, tl.trans(x), input_precision="ieee")
+            up_acc = _with_product(up_acc, w, x, up_scales_of, start // RUN, is_out, ROWS, RUNS)
     if ROWS == 1:
         y = tl.sum(acc, 1)[:, None]
         up = tl.sum(up_acc, 1)[:, None]
     else:
         y = acc
         up = up_acc
+    if RUNS == 1:
+        y *= tl.load(scales_of, mask=is_out, other=0.0)[:, None]
+        if IS_GATED:
+            up *= tl.load(up_scales_of, mask=is_out, other=0.0)[:, None]
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[None, :]
         y = y * factor
@@ -111,6 +134,7 @@ class Tiles:
     out: int
     width: int
     warps: int
+    stages: int = STAGES
 
 
 def tiles_for(
@@ -152,6 +176,17 @@ def tiles_for(
     return tiles
 
 
+def scaled_tiles(tiles: Tiles, scales: Scales, shared_bytes: int, is_gated: bool) -> Tiles:
+    """Return tiles for a weight with scales: blocks of the sum end where runs end, and none is so wide that registers
+    spill. As many bytes are in flight as before, if memory allows: more stages of narrower blocks. Not measured."""
+    width = min(tiles.width, scales.run & -scales.run) if scales.runs > 1 else tiles.width
+    if tiles.rows * tiles.out > 1024:
+        width = min(width, 128)
+    stages = min(MAX_STAGES, tiles.stages * tiles.width // width)
+    stage_bytes = width * (2 * tiles.rows + (1 + is_gated) * tiles.out)
+    return replace(tiles, width=width, stages=max(1, min(stages, shared_bytes // stage_bytes)))
+
+
 @functools.cache
 def chip_of(device: torch.device) -> tuple[int, bool]:
     """Return the shared memory that a program can have there, and whether it is sm_90."""
@@ -167,12 +202,14 @@ def small_linear(
     bias: torch.Tensor | None,
     out_TO: torch.Tensor,
     *,
+    scales: Scales | None = None,
     norm_I: torch.Tensor | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
     is_added: bool = False,
 ) -> None:
-    """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows."""
+    """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows. `scales`: of a weight of
+    e4m3."""
     num_rows, num_out = out_TO.shape
     device = x_TI.device
     shared_bytes, is_hopper = chip_of(device)
@@ -185,10 +222,14 @@ def small_linear(
         shared_bytes=shared_bytes,
         is_hopper=is_hopper,
     )
+    runs = scales.runs if scales is not None else 0
+    if scales is not None:
+        tiles = scaled_tiles(tiles, scales, shared_bytes, is_gated)
     kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
     kernel(
         x_TI,
         weight,
+        scales.factors if scales is not None else x_TI,
         bias if bias is not None else x_TI,
         norm_I if norm_I is not None else x_TI,
         out_TO,
@@ -203,6 +244,8 @@ def small_linear(
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         IS_ADDED=is_added,
+        RUNS=runs,
+        RUN=scales.run if scales is not None else x_TI.shape[1],
         num_warps=tiles.warps,
-        num_stages=STAGES,
+        num_stages=tiles.stages,
     )
