@@ -21,10 +21,11 @@ from chitu.config.topology import Instance, find_instance, instances_on
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS, aux_row_bytes, num_aux_rows
 from chitu.kv_cache.state_row import StateRow, why_not_cut
+from chitu.models.checkpoint import WeightCount
 from chitu.models.config import ModelSpec
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import memory_left_bytes
-from chitu.ops.e4m3 import E4M3_CAPABILITY
+from chitu.ops.e4m3 import E4M3_CAPABILITY, WIDE_NUMBERS
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -217,26 +218,25 @@ def held_share(spec: ModelSpec, num_weights: int, config: InstanceConfig) -> flo
 def weight_problems(
     topology: Topology,
     spec: ModelSpec,
-    num_weights: int,
+    weights: WeightCount,
     here: Sequence[Instance],
     available_bytes: int,
     cards: Mapping[int, int],
-    cpu_bytes: int = 0,
 ) -> Iterator[str]:
     """Yield error texts on weights that one host certainly cannot hold: one for its CPUs, one for each such GPU.
 
-    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `cpu_bytes`: of
-    all in a CPU's memory under float32, if kernels keep some small; 0 if none. `cards`: bytes of each GPU of the host
-    by its index, if known. Skips instances whose devices are not chosen yet.
+    `weights`: of the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `cards`: bytes of each GPU of
+    the host by its index, if known; all are taken for such that keep weights in 8 bits. Skips instances whose devices
+    are not chosen yet.
     """
     on_cpus = [item for item in here if "cpu" in item.config.devices]
     dtype = dtype_on(CPU, topology.model.dtype, spec.dtype)
     names = ", ".join(item.name for item in on_cpus)
-    wide = num_weights * ITEM_BYTES[dtype]
-    each = min(wide, cpu_bytes or wide) if dtype == "float32" else wide  # the kernels compute in float32
-    together = sum(held_share(spec, num_weights, item.config) for item in on_cpus)
+    wide = weights.numbers * ITEM_BYTES[dtype]
+    each = min(wide, weights.cpu_bytes or wide) if dtype == "float32" else wide  # the kernels compute in float32
+    together = sum(held_share(spec, weights.numbers, item.config) for item in on_cpus)
     if MIN_LOADED_SHARE * each * together > available_bytes:
-        half = num_weights * ITEM_BYTES["bfloat16"] * together
+        half = weights.numbers * ITEM_BYTES["bfloat16"] * together
         fits_in_half = dtype == "float32" and half < each * together and MIN_LOADED_SHARE * half <= available_bytes
         form = dtype if each == wide else f"{dtype}, or as small as stored"
         yield (
@@ -246,16 +246,17 @@ def weight_problems(
             + (f", or model.dtype=bfloat16 ({half / GIB:.1f} GiB together)" if fits_in_half else "")
         )
     dtype = dtype_on("cuda", topology.model.dtype, spec.dtype)
+    form = f"{dtype}, FP8 as small as stored" if weights.card_bytes else dtype
     for index, total_bytes in cards.items():
         on_it = [item for item in here if any(is_gpu(d) and gpu_index(d) == index for d in item.config.devices)]
-        shares = [held_share(spec, num_weights, item.config) / item.config.tp_size for item in on_it]
-        needed = num_weights * ITEM_BYTES[dtype] * sum(shares)
+        shares = [held_share(spec, weights.numbers, item.config) / item.config.tp_size for item in on_it]
+        needed = weights.bytes_on_card(ITEM_BYTES[dtype]) * sum(shares)
         fraction = topology.cache.memory_fraction or GPU_FRACTION
         fraction = max([fraction, *(item.config.memory_fraction or 0.0 for item in on_it)])
         if MIN_LOADED_SHARE * needed > fraction * total_bytes:
             yield (
                 f"the weights of {', '.join(item.name for item in on_it)} on cuda:{index} would have "
-                f"{needed / GIB:.1f} GiB ({dtype}), but it has {total_bytes / GIB:.1f} GiB, of which "
+                f"{needed / GIB:.1f} GiB ({form}), but it has {total_bytes / GIB:.1f} GiB, of which "
                 f"{fraction:g} may be filled: use a larger tp_size, or fewer "
                 "instances on it"
             )
@@ -378,8 +379,8 @@ def reserve_bytes(
     num_sharing: int = 1,
 ) -> int:
     """Return the most bytes that steps need besides weights and pages: activations of `max_rows` rows, float32 logits
-    of all slots in a recorded step and in a sampler that sorts them, and the state of each slot. `num_sharing`: members
-    of a group whose rows pass the experts of each rank."""
+    of all slots in a recorded step and in a sampler that sorts them, the state of each slot, and what is widened of a
+    weight in 8 bits. `num_sharing`: members of a group whose rows pass the experts of each rank."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
     width += EXCHANGED_COPIES * (num_sharing - 1) * spec.hidden_size
@@ -388,7 +389,8 @@ def reserve_bytes(
     edits = (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(spec.eos_token_ids) + MAX_ALLOWED_TOKEN_IDS) * EDIT_BYTES
     words = MAX_BAD_WORDS * BAD_WORD_BYTES
     slots = num_slots * (max_model_len * SLOT_TOKEN_BYTES + counts + edits + words)
-    return CONTEXT_BYTES + 2 * max_rows * width * itemsize + logits + slots
+    widened = WIDE_NUMBERS * itemsize if spec.quantization is not None else 0
+    return CONTEXT_BYTES + widened + 2 * max_rows * width * itemsize + logits + slots
 
 
 def device_pages(

@@ -32,7 +32,7 @@ from chitu.engine.memory_budget import (
 )
 from chitu.errors import ConfigError
 from chitu.models.adapters import read_adapters
-from chitu.models.checkpoint import check_checkpoint
+from chitu.models.checkpoint import WeightCount, check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
@@ -92,10 +92,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Error as a sentence; with one, the fields below are empty."""
     hash: str = ""
     max_model_len: int = 0
-    num_weights: int = 0
-    """Number of weights in the checkpoint's tensors, dequantised."""
-    cpu_bytes: int = 0
-    """Of them in a CPU's memory under float32, with those small that CPUs keep small."""
+    weights: WeightCount = WeightCount()
     quantization: str = ""
     """How they are quantised; empty if they are not."""
 
@@ -140,9 +137,9 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
         spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
         spec = with_window_state(spec, topology.cache.window_state)
         spec = with_draft_layer(spec, topology.scheduler.speculation == "mtp")
-        count = check_checkpoint(path, spec)
+        count = check_checkpoint(path, spec, topology.model.weights == "keep")
         words = spec.quantization.words if spec.quantization is not None else ""
-        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, *count, words)
+        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, count, words)
         require_tokenizer(path)
         read_adapters(topology.model.adapters, spec, path)
     except ConfigError as error:
@@ -236,13 +233,12 @@ def memory_findings(
     spec: ModelSpec,
     here: Sequence[Instance],
     available_bytes: int,
-    num_weights: int = 0,
+    weights: WeightCount = WeightCount(),
     cards: Mapping[int, int] = {},
-    cpu_bytes: int = 0,
 ) -> Iterator[Finding]:
     """Check the memory for the weights and for the KV pages of `num_pages`; pools without it are sized to fit. `cards`
     has the bytes of each GPU of this host."""
-    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards, cpu_bytes):
+    for problem in weight_problems(topology, spec, weights, here, available_bytes, cards):
         yield Finding(Level.ERROR, "memory", problem)
     for problem in (*state_problems(topology, spec, here), *expert_problems(spec, here)):
         yield Finding(Level.ERROR, "model", problem)
@@ -277,7 +273,7 @@ def preflight(
     yield from model_findings(found)
     if spec is not None:
         free = available_cpu_bytes()
-        yield from memory_findings(topology, spec, here, free, found.num_weights, cards, found.cpu_bytes)
+        yield from memory_findings(topology, spec, here, free, found.weights, cards)
 
 
 def require_preflight(

@@ -28,7 +28,7 @@ from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
 from chitu.models.gguf import BLOCKS, SCALES, SUFFIX
 from chitu.models.gguf_names import GgufTensor, read_gguf
-from chitu.models.logical_tensors import WIDE_BYTES, logical_tensors
+from chitu.models.logical_tensors import WIDE_BYTES, LogicalTensors, logical_tensors
 from chitu.models.quantization import Quantization
 
 HEAD = "lm_head.weight"
@@ -237,21 +237,30 @@ def count_weights(path: str | Path, quantization: Quantization | None = None) ->
 
 
 class WeightCount(NamedTuple):
-    numbers: int
+    numbers: int = 0
     """Of all tensors when they are dequantised."""
-    cpu_bytes: int
-    """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small."""
+    cpu_bytes: int = 0
+    """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small; 0: not known."""
+    card_numbers: int = 0
+    """Those that GPUs keep in 8 bits."""
+    card_bytes: int = 0
+    """Of these in a GPU's memory, with their scales."""
+
+    def bytes_on_card(self, itemsize: int) -> int:
+        """Return the bytes of all tensors in a GPU's memory under a dtype of this size."""
+        return (self.numbers - self.card_numbers) * itemsize + self.card_bytes
 
 
-def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
+def check_checkpoint(path: str | Path, spec: ModelSpec, keeps: bool = True) -> WeightCount:
     """Check, by the headers, that the checkpoint has the tensors of the model and no others, and return the counts of
-    their numbers. Raise ConfigError (UnsupportedModel) with what loading would refuse."""
+    their numbers. `keeps`: whether `model.weights` is `keep`. Raise ConfigError (UnsupportedModel)
+    with what loading would refuse."""
     entries = read_entries(weight_files(path))
     logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
     found = logical.shapes
+    count = _count(logical, keeps and spec.code != "transformers")
     if spec.code == "transformers":  # only its modules tell names; loading refuses what does not fit
-        kept = sum(math.prod(logical.shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())
-        return WeightCount(logical.count(), logical.cpu_bytes + kept)  # dequantised for modules
+        return count
     wanted = dict(tensor_shapes(spec, traits_of(spec)))
     for name in logical.plain:
         if name in wanted and entries[name].dtype not in FLOATS:
@@ -283,7 +292,19 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
         raise UnsupportedModel(
             f"the checkpoint has {len(unused)} tensors that this model does not use: {', '.join(unused[:4])}"
         )
-    return WeightCount(logical.count(), logical.cpu_bytes)
+    return count
+
+
+def _count(logical: LogicalTensors, keeps: bool) -> WeightCount:
+    if keeps:
+        on_cards = logical.on_cards
+        numbers = sum(math.prod(logical.shapes[name]) for name in on_cards)
+        return WeightCount(
+            logical.count(), logical.cpu_bytes, numbers, sum(each.num_bytes for each in on_cards.values())
+        )
+    shapes = logical.shapes
+    more = sum(math.prod(shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())
+    return WeightCount(logical.count(), logical.cpu_bytes + more)
 
 
 def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:

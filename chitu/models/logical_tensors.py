@@ -16,6 +16,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
+from chitu.ops.e4m3 import keeps_e4m3
 
 if TYPE_CHECKING:
     from chitu.ops.kept import Form
@@ -126,6 +127,12 @@ class LogicalTensors:
     """Of the packed ones, those that CPUs keep as small as they are."""
     cpu_bytes: int = 0
     """Of all in a CPU's memory under float32, if kernels keep what they can."""
+
+    @property
+    def on_cards(self) -> Mapping[str, Kept]:
+        """Return those that GPUs keep."""
+        shapes = {name: self.packed[name].shape for name in self.kept}
+        return {name: each for name, each in self.kept.items() if keeps_e4m3(each.form, each.run, shapes[name][1])}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

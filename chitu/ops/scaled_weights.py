@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights
-
-MIN_RUN = 32
-"""Least power of two by which a run can be divided, unless it has all inputs: a block of a product has as many."""
+from chitu.ops.e4m3 import keeps_e4m3
+from chitu.ops.kept import KeptBlocks, Matrix, Weights
 
 
 class Scales(NamedTuple):
@@ -76,11 +74,6 @@ class ScaledStack:
     @property
     def scales(self) -> Scales:
         return Scales(self.factors_EOR, self.run)
-
-
-def keeps_e4m3(form: Form, run: int, inputs: int) -> bool:
-    """Return whether the kernels take a weight of this form with a scale for each `run` of so many inputs."""
-    return form == "e4m3" and (run >= inputs or run % MIN_RUN == 0)
 
 
 def is_kept(weight: Matrix) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from chitu.ops.e4m3 import keeps_e4m3
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
@@ -21,7 +22,7 @@ from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.kernels.widen import wide_linear
-from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, keeps_e4m3, scaled_stack, scaled_weight
+from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, scaled_stack, scaled_weight
 from chitu.ops.torch_ops import PlainWeight
 from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_prompt
 

@@ -266,8 +266,7 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
     found += master_address(topology, facts)
     if spec is not None:
         cards = {k: card.memory_bytes for k, card in enumerate(facts.devices.devices) if card.memory_bytes}
-        counts = facts.num_weights, cards, facts.cpu_bytes
-        found += memory_findings(topology, spec, here, facts.available_bytes, *counts)
+        found += memory_findings(topology, spec, here, facts.available_bytes, facts.weights, cards)
     return found
 
 

@@ -26,7 +26,7 @@ from chitu.config.schema import Topology
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
 from chitu.launch.preflight import MOONCAKE_WITH_CUDA, Bind, ModelFacts, installed, look_at_model, look_at_ports
-from chitu.models.checkpoint import damaged_tensor
+from chitu.models.checkpoint import WeightCount, damaged_tensor
 from chitu.net.rdma_devices import Rdma, look_at_rdma
 from chitu.process.node_devices import NodeDevices, look, torch_build
 from chitu.tokenizer.core import Tokenizer
@@ -80,9 +80,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory_error: str = ""
     binds: tuple[Bind, ...] = ()
     model: ModelFacts = ModelFacts("")
-    num_weights: int = 0
-    cpu_bytes: int = 0
-    """Number of weights in the checkpoint's tensors."""
+    weights: WeightCount = WeightCount()
+    """Of the checkpoint's tensors."""
     master_addr: str = ""
     unreachable: tuple[str, ...] = ()
     """`HOST:PORT: why` of other nodes' ports that this node cannot reach."""
@@ -112,8 +111,7 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         shared_memory_error=_shared_memory_error(),
         binds=tuple(look_at_ports(topology, host)),
         model=model,
-        num_weights=model.num_weights,
-        cpu_bytes=model.cpu_bytes,
+        weights=model.weights,
         master_addr=pd_master_addr() or "",
     )
 

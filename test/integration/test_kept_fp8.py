@@ -15,10 +15,14 @@ from support.quantised_weights import FORMS, float8, quantise_folder, write_fold
 from support.reference_ops import ReferenceOps
 
 from chitu.engine.build import load_model
+from chitu.engine.memory_budget import reserve_bytes
+from chitu.models.checkpoint import check_checkpoint
+from chitu.models.config import read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.models.quantization import read_quantization
 from chitu.models.tensors import copy_numbers, tensors_of, why_unlike
 from chitu.models.weights import WeightSource
+from chitu.ops.e4m3 import WIDE_NUMBERS
 from chitu.ops.interface import Routes
 from chitu.ops.kept import KeptBlocks, below, dequantised
 
@@ -262,3 +266,17 @@ def test_tiles_of_kept_weights_fit_into_shared_memory(shared_bytes):
                     stage = found.width * (2 * found.rows + (1 + is_gated) * found.out)
                     assert found.stages * stage <= shared_bytes and found.width >= 32
                     assert runs == 1 or run % found.width == 0, "a block never crosses runs"
+
+
+@pytest.mark.parametrize("name", ["qwen3 in blocks", "qwen3 per channel", "qwen3_moe in small blocks"])
+def test_the_plan_counts_what_the_card_will_hold(name, tmp_path):
+    small, large, _ = folders_of(tmp_path, name)
+    spec = read_model_spec(small)
+    count, wide = check_checkpoint(small, spec), check_checkpoint(small, spec, keeps=False)
+    model = load_model(small, "float16", max_model_len=16, ops=OPS)
+    own = {each.data_ptr(): each.nbytes for _, each in tensors_of(model)}
+    assert count.bytes_on_card(2) <= sum(own.values()) < 1.1 * count.bytes_on_card(2), "the router is float32"
+    assert wide.bytes_on_card(2) == 2 * count.numbers and wide.card_bytes == 0 and wide.cpu_bytes == 4 * count.numbers
+    assert check_checkpoint(large, read_model_spec(large)).bytes_on_card(2) == 2 * count.numbers
+    more = reserve_bytes(spec, 2, 64, 4, 128) - reserve_bytes(read_model_spec(large), 2, 64, 4, 128)
+    assert more == 2 * WIDE_NUMBERS

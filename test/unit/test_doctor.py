@@ -13,6 +13,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.engine.memory_budget import GIB
 from chitu.launch.preflight import Bind, Finding, Level, ModelFacts
+from chitu.models.checkpoint import WeightCount
 from chitu.models.config import read_model_spec
 from chitu.net.rdma_devices import Gid, Rdma
 from chitu.process.node_devices import Device, NodeDevices
@@ -44,7 +45,7 @@ SOUND = NodeFacts(
     available_bytes=64 * GIB,
     binds=(Bind("dp_config.router.port", A, 21003),),
     model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096),
-    num_weights=1 << 20,
+    weights=WeightCount(1 << 20),
     master_addr=A,
 )
 
@@ -114,10 +115,17 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("model", {"model": ModelFacts("/m", "model.path: /m is not a folder")}, (), Level.ERROR, "not a folder", ""),
     ("master", {"master_addr": "127.0.0.1"}, (), Level.ERROR, "loopback", f"the router's address, {A}"),
     ("other master", {"master_addr": "10.9.9.9"}, (), Level.WARNING, "10.9.9.9", "unset it"),
-    ("card too small", {"num_weights": 2000 * GIB}, (), Level.ERROR, "the weights of D0 on cuda:0", "larger tp_size"),
+    (
+        "card too small",
+        {"weights": WeightCount(2000 * GIB)},
+        (),
+        Level.ERROR,
+        "the weights of D0 on cuda:0",
+        "larger tp_size",
+    ),
     (
         "host too small",
-        {"devices": NO_CARDS, "available_bytes": GIB, "num_weights": 50 * GIB},
+        {"devices": NO_CARDS, "available_bytes": GIB, "weights": WeightCount(50 * GIB)},
         *((), Level.ERROR, "(float32) in each of D0", "smaller model"),
     ),
     (

@@ -24,7 +24,7 @@ from chitu.launch.preflight import (
     port_findings,
     transport_findings,
 )
-from chitu.models.checkpoint import count_weights
+from chitu.models.checkpoint import WeightCount, count_weights
 from chitu.models.config import read_model_spec, weight_files
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
@@ -176,7 +176,7 @@ def test_weights_that_memory_cannot_hold_are_refused_with_the_numbers(tmp_path: 
     num_weights = count_weights(TINY_MODEL_DIR)
     stored = sum(file.stat().st_size for file in weight_files(TINY_MODEL_DIR))
     assert 0.9 * stored < 2 * num_weights < stored, "bfloat16, and the headers"
-    many = 10 * GIB  # numbers: 40 GiB in float32
+    many = WeightCount(10 * GIB)  # numbers: 40 GiB in float32
 
     def words(available: int, *overrides: str, cards: dict[int, int] | None = None) -> list[str]:
         topology = local(*overrides)
@@ -190,14 +190,17 @@ def test_weights_that_memory_cannot_hold_are_refused_with_the_numbers(tmp_path: 
     assert "bfloat16" in words(36 * GIB)[0] and "bfloat16" not in words(35 * GIB)[0], "named where it is a cure"
     assert words(36 * GIB, "model.dtype=bfloat16") == [] and len(words(35 * GIB, "model.dtype=bfloat16")) == 1
     topology = local()
-    kept = [*memory_findings(topology, SPEC, instances(topology), 31 * GIB, many, {}, cpu_bytes=16 * GIB)]
-    assert not kept, "16 GiB each: most are kept small"
+    kept = memory_findings(topology, SPEC, instances(topology), 31 * GIB, many._replace(cpu_bytes=16 * GIB))
+    assert not [*kept], "16 GiB each: most are kept small"
     key = "dp_config.router.{}_schedulers.0.{}"
     gpus = [key.format(role, "devices=[cuda:0,cuda:1]") for role in ("prefill", "decode")]
     gpus += [key.format(role, "tp_size=2") for role in ("prefill", "decode")]
     (first, second) = words(0, *gpus, cards={0: 19 * GIB, 1: 19 * GIB, 2: GIB})
     assert "P0, D0 on cuda:0 would have 20.0 GiB (bfloat16), but it has 19.0 GiB" in first and "cuda:1" in second
     assert words(0, *gpus, cards={0: 20 * GIB, 1: 20 * GIB}) == words(0, *gpus) == []
+    many = WeightCount(10 * GIB, 0, 8 * GIB, 9 * GIB)  # 8 of 10 in 8 bits, with scales
+    assert words(0, *gpus, cards={0: 14 * GIB, 1: 14 * GIB}) == []
+    assert "13.0 GiB (bfloat16, FP8 as small as stored)" in words(0, *gpus, cards={0: 12 * GIB})[0]
 
 
 def test_a_pool_of_a_few_tokens_is_warned_of() -> None:
