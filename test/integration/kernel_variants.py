@@ -4,7 +4,7 @@ compiling: JSON, the number of variants by kernel after the warm-up, and those t
 A stand-in takes the place of Triton's driver, and a hook that of its compiler, so launches end where a kernel would be
 compiled: with the key that the launcher made of its arguments. Kernels compute nothing; products give zeros, so that
 logits are finite. Runs in a process of its own without the interpreter: `python kernel_variants.py FOLDER FAMILY`;
-the family `drafts` is that of a model with a layer that drafts.
+the family `drafts` is that of a model with a layer that drafts, `fp8` that of Qwen3 with weights in blocks of e4m3.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import triton
 from engine_checkpoints import Engine, write_checkpoint
 from mtp_checkpoints import write_random
+from support.quantised_weights import quantise_folder
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -61,6 +62,11 @@ def main() -> None:
     has_drafts = family == "drafts"
     if has_drafts:
         write_random(folder)
+    elif family == "fp8":
+        write_checkpoint(folder / "plain", "qwen3", num_layers=2)
+        config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+        quantise_folder(folder / "plain", folder / "small", folder / "large", "fp8_block", config)
+        folder /= "small"
     else:
         write_checkpoint(folder, family, num_layers=2)
     engine = Engine(

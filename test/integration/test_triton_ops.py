@@ -207,6 +207,7 @@ def test_a_long_copy_is_cut_into_pieces_that_make_it_up_again():
 
 def variants_of(tmp_path, family):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     argv = [sys.executable, Path(__file__).parent / "kernel_variants.py", tmp_path, family]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -219,6 +220,11 @@ def test_a_step_of_any_number_of_rows_compiles_nothing_that_the_warm_up_has_not(
     assert not found["added"]
     products, classes_of_rows = 5, 4
     assert found["started"]["_small_linear"] == products * classes_of_rows
+
+
+def test_nor_do_weights_that_stay_in_8_bits(tmp_path):
+    found = variants_of(tmp_path, "fp8")
+    assert not found["added"] and found["started"]["_widen"] and found["started"]["_small_linear"] == 5 * 4
 
 
 def test_nor_does_the_layer_that_drafts(tmp_path):
