@@ -33,8 +33,9 @@ from chitu.models.draft_layer import with_draft_layer  # noqa: E402
 
 FACTS = ROOT / "script" / "recipes" / "srt_slurm.csv"
 PAGE = ROOT / "docs" / "recipes.md"
-GPUS_KEEP_SMALL_WEIGHTS = False
-"""Whether a GPU holds weights of 8 or 4 bits as they are. Today it turns them into 16 (docs/gpu.md)."""
+KEPT_BYTES = {"fp8": 1 + 4 / 128}
+"""Of a number that GPUs keep as small as it is stored, with its scales, by `bits` of recipes. Weights of 4 bits, and
+all of models on transformers' modules, are turned into 16 (docs/gpu.md)."""
 CARD_GB = {"h100": 80, "h200": 141, "b200": 180, "b300": 270, "gb200": 186, "gb300": 279}
 BITS = {"bf16": 16, "fp8": 8, "fp4": 4, "mxfp4": 4}
 
@@ -67,7 +68,7 @@ MODELS = {
     "Qwen3-32B": Model(32.8, 0, "Qwen3-32B"),
 }
 NEEDS = {
-    "weights": "weights of 8 or 4 bits kept on GPUs, to fit",
+    "weights": "weights of 4 bits, or 8 of models on transformers' modules, kept on GPUs, to fit",
     "model": "the model, refused today",
     "tp": "tensor parallelism of this model",
     "dp": "data-parallel attention",
@@ -200,8 +201,10 @@ def needs_of(recipe: Recipe) -> frozenset[str]:
         found.add("tp")
     if recipe.drafts and isinstance(spec, ModelSpec) and not _has_drafts(spec):
         found.add("drafts")
-    needed = (_weight_gb(model, side) > GPU_FRACTION * CARD_GB[recipe.card] for side in sides)
-    if not GPUS_KEEP_SMALL_WEIGHTS and BITS[recipe.bits] < 16 and any(needed):
+    is_own = isinstance(spec, ModelSpec) and spec.code == "own"
+    of_experts = KEPT_BYTES.get(recipe.bits, 2.0) if is_own else 2.0
+    needed = (_weight_gb(model, side, of_experts) > GPU_FRACTION * CARD_GB[recipe.card] for side in sides)
+    if BITS[recipe.bits] < 16 and any(needed):
         found.add("weights")
     return frozenset(found)
 
@@ -237,10 +240,10 @@ def _has_drafts(spec: ModelSpec) -> bool:
     return True
 
 
-def _weight_gb(model: Model, side: Side) -> float:
-    """Return GB of weights on a card in 16 bits."""
+def _weight_gb(model: Model, side: Side, of_experts: float) -> float:
+    """Return GB of weights on a card, with so many bytes of a number of experts, and the others in 16 bits."""
     dense = (model.billions - model.of_experts) / side.tp
-    return 2 * (dense + model.of_experts / (side.tp * side.dp)) / side.pp
+    return (2 * dense + of_experts * model.of_experts / (side.tp * side.dp)) / side.pp
 
 
 def count(needs: dict[Recipe, frozenset[str]], is_meant: Callable[[frozenset[str]], bool]) -> int:
