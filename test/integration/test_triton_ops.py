@@ -253,6 +253,16 @@ def test_every_kernel_compiles_for_the_gpu():
     assert wide["instructions"]["LDG.E.128"] and wide["instructions"]["STG.E.128"], "two words at once"
 
 
+@pytest.mark.parametrize("kernel", ["_small_linear", "_grouped_product", "_widen"])
+def test_kernels_of_weights_in_8_bits_compile_for_sm_100(kernel):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    argv = [sys.executable, Path(__file__).parent / "compile_kernels.py", "--arch", "100", "--only", kernel]
+    found = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    kept = [each for each in json.loads(found.stdout) if "*fp8e4nv" in each["types"].values()]
+    assert kept and not [each for each in kept if each["stack_bytes"] or each["shared_bytes"] > 227 << 10], kept
+
+
 @pytest.mark.parametrize("shared_bytes", [SMALLEST_BYTES, HOPPER_BYTES])
 def test_tiles_of_products_fit_into_shared_memory(shared_bytes):
     for rows, num_out, has_norm, is_gated in itertools.product(
