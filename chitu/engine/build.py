@@ -130,7 +130,9 @@ def load_model(
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
     keeps = chosen.keeps if weights == "keep" else None
-    source = WeightSource(path, torch_dtype, target, progress, spec.quantization, keeps=keeps)
+    source = WeightSource(
+        path, torch_dtype, target, progress, spec.quantization, keeps=keeps, prefix=spec.tensor_prefix
+    )
     with torch.inference_mode(), source as opened:
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory

@@ -171,8 +171,9 @@ class _HeaderEntry(msgspec.Struct):
 _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def read_entries(files: Sequence[Path]) -> dict[str, Entry]:
-    """Return the tensors of these files by name. Those of a decoder that was saved without its head, as models for
+def read_entries(files: Sequence[Path], prefix: str = "") -> dict[str, Entry]:
+    """Return the tensors of these files by name; with `prefix`, of those alone that begin with it the names behind it
+    (`ModelSpec.tensor_prefix`). Those of a decoder that was saved without its head, as models for
     embeddings are, get the names that they have beside a head. Raise ConfigError for a file that is no safetensors or
     GGUF file or is not as long as its header says, and for a tensor that is in two of them."""
     found: dict[str, Entry] = {}
@@ -183,6 +184,8 @@ def read_entries(files: Sequence[Path]) -> dict[str, Entry]:
                 f"model.path: tensor {name!r} is in {entry.file} and in {first}; move one of them elsewhere"
             )
         found[name] = entry
+    if prefix:
+        return {name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)}
     if BARE_EMBEDDING in found and not any(name.startswith(DECODER) for name in found):
         return {name if name == HEAD else DECODER + name: entry for name, entry in found.items()}
     return found
@@ -255,7 +258,7 @@ def check_checkpoint(path: str | Path, spec: ModelSpec, keeps: bool = True) -> W
     """Check, by the headers, that the checkpoint has the tensors of the model and no others, and return the counts of
     their numbers. `keeps`: whether `model.weights` is `keep`. Raise ConfigError (UnsupportedModel)
     with what loading would refuse."""
-    entries = read_entries(weight_files(path))
+    entries = read_entries(weight_files(path), spec.tensor_prefix)
     logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
     found = logical.shapes
     count = _count(logical, keeps and spec.code != "transformers")

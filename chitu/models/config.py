@@ -16,13 +16,13 @@ import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import ARCHITECTURES, Key, NotByOwnCode, value_of
+from chitu.models.config_keys import ARCHITECTURES, TEXT_PARTS, Key, NotByOwnCode, TextPart, value_of
 from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_expert_spec, read_latent_spec, read_rope
 from chitu.models.generic.key_reads import keys_read
 from chitu.models.generic.library import is_known, library_version
@@ -84,6 +84,8 @@ class ModelSpec:
     """Whose code computes the model: `layers.py`, or the modules of transformers (`generic/`)."""
     is_text_part: bool = False
     """Whether the model has parts for images or sound, which are not computed."""
+    tensor_prefix: str = ""
+    """Begin of the names of its tensors in the files, if it is the text part and our own code computes it."""
 
     @property
     def family(self) -> str:
@@ -163,6 +165,8 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Co
         raise ConfigError(f"model.path: {folder} is not a folder")
     config, where = read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
     architecture = _architecture(config)
+    if architecture in TEXT_PARTS and code != "transformers":
+        return _read_text_part(folder, config, TEXT_PARTS[architecture], where, max_model_len)
     if code == "transformers" or (code == "auto" and architecture not in ARCHITECTURES):
         return _read_generic(folder, config, architecture, where, max_model_len)
     try:
@@ -174,6 +178,25 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Co
             return _read_generic(folder, config, architecture, where, max_model_len)
         except ConfigError:
             raise error from None
+
+
+def _read_text_part(
+    folder: Path, config: dict[str, Any], part: TextPart, where: str, max_model_len: int | None
+) -> ModelSpec:
+    """Return the spec of the text part of a model for images, which our own code computes."""
+    if config.get("model_type") != part.model_type:
+        raise ConfigError(f"{where}: model_type is {config.get('model_type')!r}, not {part.model_type!r}")
+    unknown = sorted(config.keys() - set(part.keys.split()))
+    if unknown:
+        raise UnsupportedModel(f"{where}: {', '.join(map(repr, unknown))} beside text_config is not supported")
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"{where}: text_config is {text!r}, not an object")
+    for key in ("tie_word_embeddings", "eos_token_id"):
+        if key in config and key in text and config[key] != text[key]:
+            raise ConfigError(f"{where}: {key} is {config[key]!r}, but {text[key]!r} in text_config")
+    spec = _read_own(folder, text, _architecture(text), f"{where}: text_config", max_model_len)
+    return replace(spec, is_text_part=True, tensor_prefix=part.prefix)
 
 
 def _read_generic(

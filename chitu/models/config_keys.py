@@ -268,6 +268,26 @@ def _architecture(
     return Architecture(module, (model_type,) if isinstance(model_type, str) else model_type, keys)
 
 
+class TextPart(NamedTuple):
+    """The decoder within a model for images, which our own code computes alone."""
+
+    model_type: str
+    """Of the whole model. `text_config` describes the decoder as a model of its own."""
+    prefix: str
+    """Begin of the names of its tensors, before those that it has alone."""
+    keys: str
+    """Keys beside `text_config` that text does not need, and those that `text_config` repeats."""
+
+
+TEXT_PARTS = {
+    "KimiK25ForConditionalGeneration": TextPart(
+        "kimi_k25",
+        "language_model.",
+        """architectures auto_map bos_token_id dtype eos_token_id ignore_index media_placeholder_token_id model_type
+        pad_token_id text_config tie_word_embeddings torch_dtype transformers_version use_unified_vision_chunk
+        video_placeholder vision_config""",
+    )
+}
 ARCHITECTURES = {
     "LlamaForCausalLM": _architecture(
         "llama",

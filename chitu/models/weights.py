@@ -75,14 +75,16 @@ class Stored:
 class TensorFiles:
     """Open files, with their tensors by name. Raises ConfigError as `read_entries` does."""
 
-    def __init__(self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES, prefix: str = ""
+    ) -> None:
         self._device = device
         self._staging_bytes = staging_bytes
         self._descriptors: list[int] = []
         self._staging: torch.Tensor | None = None
         self.tensors: dict[str, Stored] = {}
         opened: dict[Path, int] = {}
-        for name, entry in read_entries(files).items():
+        for name, entry in read_entries(files, prefix).items():
             if entry.file not in opened:
                 opened[entry.file] = self._open(entry.file)
             self.tensors[name] = _stored(entry, opened[entry.file])
@@ -200,18 +202,19 @@ class WeightSource:
         quantization: Quantization | None = None,
         piece_numbers: int = PIECE_NUMBERS,
         keeps: Keeps | None = None,
+        prefix: str = "",
     ) -> None:
-        """Open the files. `keeps`: of the operations, which then get matrices as small as they are stored. Raises
-        ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
+        """Open the files. `keeps`: of the operations, which then get matrices as small as they are stored. `prefix`:
+        see `read_entries`. Raises ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
         self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
         self._done, self._piece_numbers, self._keeps = 0, piece_numbers, keeps
         files = weight_files(path)
-        entries = read_entries(files)
+        entries = read_entries(files, prefix)
         logical = logical_tensors(entries, quantization, f"model.path: {path}")
         self._packed, self._small, self._shapes = logical.packed, logical.kept, logical.shapes
         self._may_have_idle_biases = quantization is not None and quantization.method == "gptq"
         self._total = sum(file.stat().st_size for file in files)
-        self._files = TensorFiles(files, device)
+        self._files = TensorFiles(files, device, prefix=prefix)
         self._left = set(self._shapes)
 
     def __enter__(self) -> WeightSource:

@@ -29,6 +29,7 @@ from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
+from chitu.models.config_keys import TEXT_PARTS
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo
 
 LENGTHS = (7, 90, 203)
@@ -86,6 +87,8 @@ def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
     config, quantization = config_of(row), {}
     for part in (config, config.get("text_config", {})):
         quantization |= part.pop("quantization_config", None) or {}
+    outer = TEXT_PARTS.get(config["architectures"][0])
+    config = config if outer is None else config["text_config"]
     model_class = getattr(transformers, config["architectures"][0])
     config["model_type"] = model_class.config_class.model_type  # by which it names tensors; kimi_k2 is deepseek_v3
     torch.manual_seed(sum(row.name.encode()))
@@ -102,6 +105,10 @@ def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
             copies = {name: each.contiguous().clone() for name, each in tensors.items()}
             save_file(copies, where / "model.safetensors", metadata={"format": "pt"})
         model = model_class.from_pretrained(plain, dtype=torch.float32).eval()
+    if outer is not None:
+        tensors = {outer.prefix + name: each for name, each in load_file(folder / "model.safetensors").items()}
+        tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(4, 3)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_row_config(row, folder)
     return Checkpoint(folder, model)
 

@@ -44,7 +44,7 @@ ROWS: Final = (
     Row("Kimi-K2-Instruct", "fp8_block"),
     Row("Kimi-K2-Instruct-BF16"),
     Row("Kimi-K2-Thinking", "int4_packed"),
-    Row("Kimi-K2.5", "int4_packed", refused=NOT_SUPPORTED),
+    Row("Kimi-K2.5", "int4_packed"),
     Row("Kimi-Linear-48B-A3B", code="transformers"),
     Row("Qwen3-0.6B"),
     Row("Qwen3-32B"),
