@@ -180,7 +180,7 @@ def test_a_page_of_zeros_is_found_though_every_token_is_right(
     assert cli.main(["replay", str(tmp_path / "answer.json"), "--url", world.engine.url]) == 1
     assert "different: over P0-" in (said_here := capsys.readouterr().out) and "first in page 2" in said_here, said_here
 
-    code, report = world.verify(capsys, "--rounds", "4")  # P0 with either D
+    code, report = world.verify(capsys, "--rounds", "8")  # P0 with either D
     assert (code, report.verdict, report.guilty) == (1, "wrong", ["P0"]), report
     assert {page.place.cause for page in report.pages} == {"transfer"}, report
     assert all(page.request_id in " ".join(report.reasons) for page in report.pages[:3]), report

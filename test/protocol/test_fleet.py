@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
+from draws import often
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,8 @@ DEADLINES = DeadlineConfig(
     role_change_s=1.0,
 )
 LEASE_S, BEAT_S = DEADLINES.lease_s, DEADLINES.heartbeat_interval_s
+NUM_STORMS = 15
+"""A second each on an idle machine."""
 TIMEOUT_S = 40.0
 """A client's patience, by which every request is over."""
 SCHEDULER = SchedulerConfig(max_running_requests=16, max_batched_tokens=256, chunk_size=128)
@@ -476,7 +479,7 @@ class Storm:
             act(*values)
 
 
-@settings(suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck), max_examples=often(NUM_STORMS))
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3)]), st.integers(1, 2), st.lists(BLOWS, min_size=1, max_size=10))
 def test_in_any_storm_of_faults_and_orders_each_request_ends_right_or_with_a_word_and_then_all_is_as_before(
     shape: tuple[int, int], routers: int, blows: list[Blow]
