@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import ARCHITECTURES, TEXT_PARTS, Key, NotByOwnCode, TextPart, value_of
+from chitu.models.config_keys import ARCHITECTURES, TEXT_DECODERS, Key, NotByOwnCode, TextDecoder, value_of
 from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_expert_spec, read_latent_spec, read_rope
 from chitu.models.generic.key_reads import keys_read
 from chitu.models.generic.library import is_known, library_version
@@ -165,8 +165,8 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Co
         raise ConfigError(f"model.path: {folder} is not a folder")
     config, where = read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
     architecture = _architecture(config)
-    if architecture in TEXT_PARTS and code != "transformers":
-        return _read_text_part(folder, config, TEXT_PARTS[architecture], where, max_model_len)
+    if architecture in TEXT_DECODERS and code != "transformers":
+        return _read_text_part(folder, config, TEXT_DECODERS[architecture], where, max_model_len)
     if code == "transformers" or (code == "auto" and architecture not in ARCHITECTURES):
         return _read_generic(folder, config, architecture, where, max_model_len)
     try:
@@ -181,7 +181,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Co
 
 
 def _read_text_part(
-    folder: Path, config: dict[str, Any], part: TextPart, where: str, max_model_len: int | None
+    folder: Path, config: dict[str, Any], part: TextDecoder, where: str, max_model_len: int | None
 ) -> ModelSpec:
     """Return the spec of the text part of a model for images, which our own code computes."""
     if config.get("model_type") != part.model_type:

@@ -268,7 +268,7 @@ def _architecture(
     return Architecture(module, (model_type,) if isinstance(model_type, str) else model_type, keys)
 
 
-class TextPart(NamedTuple):
+class TextDecoder(NamedTuple):
     """The decoder within a model for images, which our own code computes alone."""
 
     model_type: str
@@ -279,8 +279,8 @@ class TextPart(NamedTuple):
     """Keys beside `text_config` that text does not need, and those that `text_config` repeats."""
 
 
-TEXT_PARTS = {
-    "KimiK25ForConditionalGeneration": TextPart(
+TEXT_DECODERS = {
+    "KimiK25ForConditionalGeneration": TextDecoder(
         "kimi_k25",
         "language_model.",
         """architectures auto_map bos_token_id dtype eos_token_id ignore_index media_placeholder_token_id model_type

@@ -29,7 +29,7 @@ from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.models.config_keys import TEXT_PARTS
+from chitu.models.config_keys import TEXT_DECODERS
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo
 
 LENGTHS = (7, 90, 203)
@@ -87,7 +87,7 @@ def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
     config, quantization = config_of(row), {}
     for part in (config, config.get("text_config", {})):
         quantization |= part.pop("quantization_config", None) or {}
-    outer = TEXT_PARTS.get(config["architectures"][0])
+    outer = TEXT_DECODERS.get(config["architectures"][0])
     config = config if outer is None else config["text_config"]
     model_class = getattr(transformers, config["architectures"][0])
     config["model_type"] = model_class.config_class.model_type  # by which it names tensors; kimi_k2 is deepseek_v3
