@@ -5,7 +5,7 @@ it, since none of it is timed. Then the benchmarks, alone on the card, whose row
 tools that need minutes come last. If something is wrong, what helps to find it runs before the benchmarks.
 
 Prints a line for each part as it ends. OUT has a log for each, and `check.json`, written again after each part: so
-whatever ends a run, what it found is there. Needs no library but Python's own.
+whatever ends a run, what it found is there, and in OUT.tar.xz, too. Needs no library but Python's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = "chitu.serve.api_server, chitu.serve.scheduler, chitu.tools.bench.gpu.__main__, pytest, hypothesis"
+SETS = {
+    "first": "truth,kernels,engine,steps,served",
+    "second": "shapes,budget,transfer,staging,clusters",
+}
+"""Halves that end within ten minutes each."""
 LEAST_S = 12
 """A part with less time left is not begun."""
 GRACE_S = 4
@@ -226,16 +232,33 @@ def parts_of(python: str, out: Path, is_twin: bool) -> list[list[Part]]:
         ),
     ]
     stages = [right] if (os.cpu_count() or 1) >= 8 else [[part] for part in right]
+    stages += [[bench("steps", 130, "attention,steps")], [bench("served", 180, "served")]]
     stages += [
-        [bench("steps", 130, "attention,steps")],
-        [bench("transfer", 60, "transfer")],
-        [bench("served", 180, "served")],
+        [bench("shapes", 150, "lanes,shapes")],
+        [bench("budget", 90, "budget")],
+        [bench("transfer", 50, "transfer")],
     ]
-    stages += [[tests("staging", 120, staged, "-k", "tokens_do")], [tests("clusters", 200, f"{gpu}clusters.py")]]
+    stages += [[tests("staging", 90, staged, "-k", "tokens_do")], [tests("clusters", 150, f"{gpu}clusters.py")]]
     if not is_twin and shutil.which("compute-sanitizer"):
         tool = ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "20"]
         stages.append([tests("memcheck", 60, kernels[0], "-k", "rotation or scattered", prefix=tool)])
     return stages
+
+
+def chosen_parts(given: str, stages: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Return the stages with the parts of `--parts` alone. Raise ValueError with the names that are none."""
+    names = set(filter(None, ",".join(SETS.get(each, each) for each in given.split(",")).split(",")))
+    if unknown := names - {part.name for stage in stages for part in stage}:
+        raise ValueError(", ".join(sorted(unknown)))
+    return [[part for part in stage if not names or part.name in names] for stage in stages]
+
+
+def pack(out: Path) -> None:
+    """Put the logs and results into one file beside their folder, for machines that give few files back."""
+    target = out.with_name(f"{out.name}.tar.xz")
+    with tarfile.open(target.with_suffix(".new"), "w:xz") as archive:
+        archive.add(out, out.name)
+    target.with_suffix(".new").replace(target)
 
 
 def causes(check: Check, python: str, is_twin: bool) -> list[Part]:
@@ -276,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu-check"))
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything (10)")
-    parser.add_argument("--parts", default="", help="of the names in check.json, comma separated (all)")
+    parser.add_argument("--parts", default="", help="names in check.json, or first, or second (all)")
     options = parser.parse_args(argv)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -293,15 +316,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_s = options.minutes * 60 - (time.monotonic() - begin_s)
     check = Check(out, left_s, facts, lambda line: print(line, flush=True))
     stages = parts_of(sys.executable, out, is_twin)
-    if chosen := set(filter(None, options.parts.split(","))):
-        if unknown := chosen - {part.name for stage in stages for part in stage}:
-            parser.error(f"--parts: {', '.join(sorted(unknown))} is no part here")
-        stages = [[part for part in stage if part.name in chosen] for stage in stages]
+    try:
+        stages = chosen_parts(options.parts, stages)
+    except ValueError as unknown:
+        parser.error(f"--parts: {unknown} is no part here")
     for stage in stages:
         check.plan(stage)
     decided = False
     for stage in stages:
         check.run(stage)
+        pack(out)
         is_right_done = all(check.results[name].outcome != "not reached" for name in VERDICT if name in check.results)
         if not decided and is_right_done:
             decided = True
@@ -310,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("== summary")
     for line in check.summary():
         print(line, flush=True)
+    pack(out)
     return 0 if all(result.outcome == "right" for result in check.results.values()) else 1
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
-from check_card import Check, Part, parts_of
+from check_card import SETS, VERDICT, Check, Part, chosen_parts, pack, parts_of
 
 PASSES = "print('test/gpu/a.py::one PASSED'); print('test/gpu/a.py::two SKIPPED')"
 FAILS = "print('test/gpu/b.py::one[x y] FAILED'); print('E   assert 1 == 2'); raise SystemExit(1)"
@@ -71,3 +74,27 @@ def test_every_part_has_files_that_are_there_and_what_decides_comes_first(tmp_pa
     assert len(files) > 8 and all((root / file).exists() for file in files)
     every = {f"test/gpu/{path.name}" for path in (root / "test/gpu").glob("test_gpu_*.py")}
     assert every <= set(files), "a file that no part runs"
+
+
+def test_two_halves_of_ten_minutes_have_all_parts(tmp_path):
+    """Parts that run at once take as long as the longest, on a machine with cores for it."""
+    stages = parts_of("python", tmp_path, False)
+    halves = {name: chosen_parts(name, stages) for name in SETS}
+    for stages_of in halves.values():
+        alone = [part for stage in stages_of for part in stage if part.name not in VERDICT]
+        at_once = [part for stage in stages_of for part in stage if part.name in VERDICT]
+        assert sum(part.limit_s for part in alone) + max((part.limit_s for part in at_once), default=0) < 560
+    found = {part.name for stages_of in halves.values() for stage in stages_of for part in stage}
+    assert found == {part.name for stage in stages for part in stage} - {"memcheck"}
+    assert chosen_parts("", stages) == stages
+    with pytest.raises(ValueError, match="lunch"):
+        chosen_parts("truth,lunch", stages)
+
+
+def test_one_file_has_all_that_was_found(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    run(out, [part("truth", PASSES)])
+    pack(out)
+    with tarfile.open(tmp_path / "out.tar.xz") as archive:
+        assert {"out/check.json", "out/truth.log"} <= {*archive.getnames()}

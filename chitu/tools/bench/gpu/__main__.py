@@ -1,7 +1,8 @@
 """Every GPU performance target in one run, measured against the ceilings of the same device: `chitu bench gpu`.
 
 Ceilings first (copy, matrix product, scattered copy); then decode attention, whole decode steps and prefills of a model
-of Qwen3-0.6B's shape with random weights, KV into another process's pool, and 1P1D beside a unified instance over HTTP.
+of Qwen3-0.6B's shape with random weights, a recorded chunk beside recorded decodes, KV into another process's pool, and
+1P1D beside a unified instance over HTTP; then larger shapes, and 1P1D of one of them without `cache.num_pages`.
 Takes at most `--minutes`; a part that cannot run is reported with its reason.
 
     chitu bench gpu                       on a GPU, everything
@@ -16,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from chitu.tools.bench.gpu.card import Card, Row
 
 
-PARTS = ("attention", "steps", "transfer", "served")
+PARTS = ("attention", "steps", "lanes", "transfer", "served", "shapes", "budget")
+DEFAULT_SHAPES = "8b,8b-fp8,30b-a3b"
 
 
 def make_checkpoint(card: Card, folder: Path) -> Path:
@@ -47,14 +49,24 @@ def make_checkpoint(card: Card, folder: Path) -> Path:
     return folder
 
 
-def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, child: list[str]) -> Iterator[Row | str]:
-    """Yield rows, and a line of text for each part that could not be measured."""
-    from chitu.tools.bench.gpu import scatter, served
+def measure(
+    card: Card, parts: tuple[str, ...], folder: Path, end_s: float, child: list[str], names: Sequence[str]
+) -> Iterator[Row | str]:
+    """Yield rows, and a line of text for each part that could not be measured. `names`: of shapes."""
+    from chitu.tools.bench.gpu import budget, lanes, scatter, served, shapes
     from chitu.tools.bench.gpu.kernels import attention, ceilings
     from chitu.tools.bench.gpu.steps import StepBench
 
     def of_steps() -> Iterator[Row]:
-        return StepBench(card, make_once()).rows()
+        return StepBench.of_folder(card, make_once()).rows()
+
+    def of_lanes() -> Iterator[Row]:
+        return lanes.rows(card, StepBench.of_folder(card, make_once()))
+
+    def of_shapes() -> Iterator[Row]:
+        for name in names:
+            yield from shapes.rows(card, name)
+            card.release()
 
     def make_once() -> Path:
         model = folder / "model"
@@ -65,6 +77,9 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
         "steps": of_steps,
         "transfer": lambda: scatter.rows(card, child),
         "served": lambda: served.rows(card, make_once()),
+        "shapes": of_shapes,
+        "budget": lambda: budget.rows(card, folder / "zeros", names[0]),
+        "lanes": of_lanes,
     }
     yield from ceilings(card)
     for part in parts:
@@ -83,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="sizes that Triton's interpreter can do")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, comma separated")
+    parser.add_argument(
+        "--shape", default=DEFAULT_SHAPES, help="models of the part `shapes`, of 0.6b, 8b, 30b-a3b, with `-fp8` behind"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins after six sevenths of it")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
@@ -90,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parts = tuple(part for part in arguments.only.split(",") if part)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    names = tuple(filter(None, arguments.shape.split(",")))
     if arguments.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which may be by torch
 
@@ -111,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     failures: list[str] = []
     print(f"{card.name}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for found in measure(card, parts, Path(scratch), end_s, child):
+        for found in measure(card, parts, Path(scratch), end_s, child, names):
             if isinstance(found, str):
                 failures.append(found)
                 print(f"NOT MEASURED {found}", flush=True)

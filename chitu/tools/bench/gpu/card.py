@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,6 +54,8 @@ class Sizes:
     served_prompts: tuple[int, ...]
     served_rounds: int
     served_pages: int
+    beside: tuple[int, int]
+    """Rows of the decodes and of the prompt's chunk that run beside each other."""
     streams: int
     long_prompt: int
     long_prompts: int
@@ -93,6 +95,7 @@ FULL = Sizes(
     served_prompts=(512, 2048, 8192),
     served_rounds=11,
     served_pages=6144,
+    beside=(16, 2048),
     streams=16,
     long_prompt=8192,
     long_prompts=20,
@@ -128,6 +131,7 @@ TINY = Sizes(
     served_prompts=(40,),
     served_rounds=2,
     served_pages=128,
+    beside=(2, 16),
     streams=2,
     long_prompt=200,
     long_prompts=2,
@@ -146,6 +150,10 @@ class Row:
     of: str = ""
     aim: str = ""
     met: bool | None = None
+
+    def named(self, shape: str) -> Row:
+        """Return the row of this shape of a model."""
+        return replace(self, what=f"{shape}: {self.what}")
 
     def cells(self) -> tuple[object, ...]:
         ratio = "" if self.ratio is None else self.ratio
@@ -208,12 +216,15 @@ class Card:
 
     def ops(self, whole_prompt_tokens: int | None = None) -> Ops:
         """Return the ops. Torch computes prompts of at least `whole_prompt_tokens`; the default is an instance's."""
-        if not self.is_gpu:
-            whole = max(self.sizes.prompts)
-            return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole))
-        if not has_triton(self.device):
+        kernels = self.kernels(whole_prompt_tokens)
+        return kernels if self.is_gpu else InterpretedOps(kernels)
+
+    def kernels(self, whole_prompt_tokens: int | None = None) -> TritonOps:
+        """Return the same with all products by the kernels, also where they are interpreted."""
+        if self.is_gpu and not has_triton(self.device):
             raise RuntimeError("the benchmark is of the Triton kernels, and triton is not installed")
-        return TritonOps(self.num_multiprocessors, whole_prompt_tokens or WHOLE_PROMPT_TOKENS)
+        whole = WHOLE_PROMPT_TOKENS if self.is_gpu else max(self.sizes.prompts)
+        return TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole)
 
     @property
     def num_multiprocessors(self) -> int:
@@ -221,7 +232,15 @@ class Card:
             return INTERPRETED_MULTIPROCESSORS
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
+    def stream(self, is_first: bool) -> torch.cuda.Stream | None:
+        """Return a stream of the highest priority, or of the lowest; None on a CPU."""
+        if not self.is_gpu:
+            return None
+        lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
+        return torch.cuda.Stream(self.device, priority=highest if is_first else lowest)  # type: ignore[no-untyped-call]
+
     def recorder(self) -> Recorder:
+        """Return a recorder with a memory pool of its own: what two of them recorded can run at once."""
         return CudaRecorder(self.device) if self.is_gpu else EagerRecorder()
 
     def synchronize(self) -> None:

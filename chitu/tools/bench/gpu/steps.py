@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.kv_cache.pool import KVPool
 from chitu.models.checkpoint import count_weights
-from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.ops.interface import Ops
 from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
@@ -36,22 +37,54 @@ from chitu.tools.bench.gpu.host_share import step_seconds
 DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
 PREFILL_AIM = 0.60
 SHORT_PROMPT_AIM_MS = {512: 3.0}
+MODEL_HASH = "0" * 32
+"""Of pools that no other instance sees."""
 STEPS = 64
 """Decode steps of a measurement, by which each sequence grows."""
 
 
-class StepBench:
-    """The model on the device, with a pool and a runner for every case."""
+class Weighed(NamedTuple):
+    """What steps read of a model's weights."""
 
-    def __init__(self, card: Card, folder: Path) -> None:
+    step_bytes: int
+    """Of a decode step, but for the experts."""
+    layer_numbers: int
+    """Numbers by which each row of a prompt is multiplied, but for the experts'."""
+    expert_bytes: int = 0
+    expert_numbers: int = 0
+    num_experts: int = 1
+    num_chosen: int = 1
+    """Experts of a row."""
+
+    def bytes_of(self, batch: int) -> float:
+        """Return what a decode step of so many rows reads if each expert is chosen as often as the others."""
+        share = 1 - (1 - self.num_chosen / self.num_experts) ** batch
+        return self.step_bytes + share * self.expert_bytes
+
+    @property
+    def numbers(self) -> float:
+        return self.layer_numbers + self.num_chosen / self.num_experts * self.expert_numbers
+
+
+class StepBench:
+    """A model on the device, with a pool and a runner for every case."""
+
+    def __init__(self, card: Card, spec: ModelSpec, model: DecoderModel, weighed: Weighed) -> None:
         self._card = card
-        self._folder = folder
-        self.spec: ModelSpec = read_model_spec(folder, code="own")
+        self.spec = spec
+        self.model = model
+        self._weighed = weighed
+        self._recorder = card.recorder()
+
+    @classmethod
+    def of_folder(cls, card: Card, folder: Path) -> StepBench:
+        """Return that of a dense checkpoint whose head is its embedding."""
+        spec = read_model_spec(folder, code="own")
         model = load_model(folder, card.sizes.dtype, str(card.device), ops=card.ops(), code="own")
         assert isinstance(model, DecoderModel)
-        self.model = model
-        self._weight_bytes = count_weights(folder, self.spec.quantization) * card.dtype.itemsize
-        self._recorder = card.recorder()
+        numbers = count_weights(folder)
+        embedding = spec.vocab_size * spec.hidden_size
+        return cls(card, spec, model, Weighed(numbers * card.dtype.itemsize, numbers - embedding))
 
     def rows(self) -> Iterator[Row]:
         with torch.inference_mode():
@@ -69,15 +102,10 @@ class StepBench:
         start, limit = context - steps // 2, context + 3 * steps
         pool = self._pool(batch * -(-limit // PAGE_SIZE))
         kv_bytes = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * pool.k[0].itemsize
-        floor_s = (self._weight_bytes + batch * context * kv_bytes) / card.ceilings.copy_bytes_per_s
+        floor_s = (self._weighed.bytes_of(batch) + batch * context * kv_bytes) / card.ceilings.copy_bytes_per_s
         slots = list(range(batch))
         admits = [self._admit(slot, start, limit, kv_len=start - 1) for slot in slots]
-
-        scratch = pool.scratch_page
-        table = SlotTable(batch, limit, PAGE_SIZE, pool.num_pages, card.device, scratch)
-        for admit in admits:
-            table.admit(admit)
-        graphs = StepGraphs(self.model, table, pool, Recording(self._recorder, (), ()))
+        table, graphs = self.graphs(pool, admits, limit, Recording(self._recorder, (), ()))
 
         def many() -> None:
             for _ in range(steps):
@@ -125,19 +153,29 @@ class StepBench:
         what += ", recorded" if is_recorded else ""
         if rows in SHORT_PROMPT_AIM_MS and ops is None:
             yield at_most(what, seconds * 1e3, "ms", SHORT_PROMPT_AIM_MS[rows])
-        itemsize = pool.k[0].itemsize
-        embedding = spec.vocab_size * spec.hidden_size
-        weights = self._weight_bytes // itemsize - embedding * (1 if spec.tie_word_embeddings else 2)
         pairs = tokens**2 - start**2  # twice the pairs of a query and a key that it sees
-        flops = 2 * rows * weights + 2 * spec.num_heads * spec.head_dim * pairs * spec.num_layers
+        flops = 2 * rows * self._weighed.numbers + 2 * spec.num_heads * spec.head_dim * pairs * spec.num_layers
         aim = None if is_recorded or ops is not None else PREFILL_AIM
         ratio = flops / seconds / card.ceilings.flops_per_s
         yield at_least(what, rows / seconds / 1e3, "k tok/s", ratio, "matmul rate", aim)
 
+    def lane(self, count: int, tokens: int, limit: int, recording: Recording) -> tuple[SlotTable, StepGraphs]:
+        """Return recorded steps of `count` sequences of so many tokens, with pages of their own."""
+        admits = [self._admit(slot, tokens, limit, kv_len=tokens - 1) for slot in range(count)]
+        return self.graphs(self._pool(count * -(-limit // PAGE_SIZE)), admits, limit, recording)
+
+    def graphs(
+        self, pool: KVPool, admits: list[Admit], limit: int, recording: Recording
+    ) -> tuple[SlotTable, StepGraphs]:
+        table = SlotTable(len(admits), limit, PAGE_SIZE, pool.num_pages, self._card.device, pool.scratch_page)
+        for admit in admits:
+            table.admit(admit)
+        return table, StepGraphs(self.model, table, pool, recording)
+
     def _pool(self, num_pages: int) -> KVPool:
         spec = self.spec
         layout = KVLayout.uniform(
-            model_hash(self._folder),
+            MODEL_HASH,
             spec.num_layers,
             spec.num_kv_heads,
             spec.head_dim,
