@@ -47,15 +47,8 @@ SHAPES: dict[str, tuple[str, ModelShape]] = {
     ),
 }
 """Family and sizes: Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B."""
-TINY_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-}
-TINY_SIZES |= {"vocab_size": 512, "expert_size": 32, "experts": 8, "experts_per_token": 2}
+TINY_SIZES: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+TINY_SIZES |= {"intermediate_size": 48, "vocab_size": 512, "expert_size": 32, "experts": 8, "experts_per_token": 2}
 FP8 = "-fp8"
 BLOCK = 128
 SCALE = 0.02
