@@ -19,6 +19,7 @@ import msgspec
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import api_url, own_api_port, own_api_url, router_hosts, same_host
 from chitu.errors import Forbidden, NoInstance, Unauthorized, from_code
+from chitu.known_types import known
 from chitu.net.client import JSON, NETWORK_ERRORS, Server
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import ErrorReply
@@ -52,8 +53,8 @@ class OtherRouters:
                 asked = partial(Server.at(url).ask, "POST", path, json.dumps(body).encode(), self._headers)
                 reply = await asyncio.to_thread(asked, timeout_s=REPLY_S)
                 if reply.status == 200:
-                    return msgspec.json.decode(reply.body, type=kind)
-                said = msgspec.json.decode(reply.body, type=ErrorReply).error
+                    return msgspec.json.decode(reply.body, type=known(kind))
+                said = msgspec.json.decode(reply.body, type=known(ErrorReply)).error
             except ConnectionRefusedError:  # its process has ended, and the instances do not know yet
                 logger.warning("no router listens at %s any more", url)
                 continue

@@ -44,6 +44,7 @@ from chitu.config.key_paths import (
 from chitu.config.schema import Topology
 from chitu.config.topology import SECTIONS, router_hosts, with_router
 from chitu.errors import ConfigError
+from chitu.known_types import known
 
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+$")
@@ -237,7 +238,7 @@ def parse_topology(data: dict[str, Any]) -> Topology:
     data = with_switches(data, ROOT)
     try:
         data = _with_lists_of_devices(data)
-        topology = msgspec.convert(data, Topology)
+        topology = msgspec.convert(data, known(Topology))
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), data)) from error
     if hosts := topology.dp_config.router.hosts:

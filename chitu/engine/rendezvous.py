@@ -21,6 +21,7 @@ import msgspec
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ConfigError
+from chitu.known_types import known
 from chitu.net.process_deaths import pid_namespace, start_ticks
 
 MEETING_S = 600.0
@@ -75,7 +76,7 @@ def meet(
     lead = _Lead(store, size, ranks_per_host) if rank == MAIN_RANK else None
     end_s, has_answered = time.monotonic() + wait_s, False
     while not store.check([START]):
-        if msgspec.json.decode(store.get(f"claim/{rank}"), type=Claim).token != claim.token:
+        if msgspec.json.decode(store.get(f"claim/{rank}"), type=known(Claim)).token != claim.token:
             raise ConfigError(f"{claim.name}: another process has taken its place in the group; this one ends")
         if not has_answered and store.check([f"call/{claim.token}"]):
             store.set(f"here/{claim.token}", "")
@@ -85,7 +86,7 @@ def meet(
         if time.monotonic() > end_s:
             raise ConfigError(f"{claim.name}: the other ranks of its group have not come within {wait_s:g} s")
         pause(POLL_S)
-    start = msgspec.json.decode(store.get(START), type=Start)
+    start = msgspec.json.decode(store.get(START), type=known(Start))
     if start.refusal:
         raise ConfigError(start.refusal)
     if claim.token not in start.tokens:
@@ -107,7 +108,9 @@ class _Lead:
     def turn(self) -> None:
         """Call who is new, and end the meeting once all are there."""
         keys = [f"claim/{rank}" for rank in range(self._size)]
-        claims = [msgspec.json.decode(self._store.get(key), type=Claim) for key in keys if self._store.check([key])]
+        claims = [
+            msgspec.json.decode(self._store.get(key), type=known(Claim)) for key in keys if self._store.check([key])
+        ]
         for claim in claims:
             if claim.token not in self._called:
                 self._called.add(claim.token)

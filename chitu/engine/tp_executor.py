@@ -27,6 +27,7 @@ from chitu.engine.rank_groups import RankGroup
 from chitu.engine.weights import RankWeights
 from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import Internal
+from chitu.known_types import known
 from chitu.net.threads import ServiceThread
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,9 @@ class TensorParallelWeights:
 
 def _collected(weights: RankWeights, group: RankGroup) -> list[ReadWeights]:
     """Return what each rank has read, once all have. A collective operation."""
-    return [msgspec.msgpack.decode(each, type=ReadWeights) for each in group.collect(_encoder.encode(weights.wait()))]
+    return [
+        msgspec.msgpack.decode(each, type=known(ReadWeights)) for each in group.collect(_encoder.encode(weights.wait()))
+    ]
 
 
 def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, path: str) -> None:

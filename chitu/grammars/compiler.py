@@ -58,7 +58,6 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,20}",
 }
 _calls_decoder = msgspec.json.Decoder(ToolCalls)
-"""Made at import: msgspec (0.22) crashes if two threads use a type first at the same time."""
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
 
 

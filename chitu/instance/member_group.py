@@ -17,6 +17,7 @@ import msgspec
 
 from chitu.engine.process_watch import NOTICE_S, ProcessWatch
 from chitu.engine.rank_groups import RankGroup
+from chitu.known_types import known
 from chitu.protocol import GroupPlace
 from chitu.types import Incarnation
 
@@ -34,7 +35,7 @@ class MemberGroup:
     def __init__(self, ranks: RankGroup, incarnation: Incarnation, members_per_host: int) -> None:
         """Meet the other members, and end with them from now on. Collective. `ranks`: the main ranks."""
         mine = msgspec.msgpack.encode(_Hello(os.getpid(), incarnation))
-        hellos = [msgspec.msgpack.decode(each, type=_Hello) for each in ranks.collect(mine)]
+        hellos = [msgspec.msgpack.decode(each, type=known(_Hello)) for each in ranks.collect(mine)]
         self.place = GroupPlace(hellos[0].incarnation, ranks.rank, ranks.size)
         self._ranks = ranks
         self._is_on_several_hosts = members_per_host < ranks.size

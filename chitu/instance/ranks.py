@@ -21,6 +21,7 @@ from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.process_watch import Lifeline, explaining
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.tp_executor import run_follower
+from chitu.known_types import known
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_sums import state_seals_of
@@ -54,7 +55,7 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 def exchange_hellos(group: RankGroup, mine: RankHello) -> list[RankHello]:
     """Exchange greetings; return those of all ranks, by rank. A collective operation."""
-    return [msgspec.msgpack.decode(each, type=RankHello) for each in group.collect(msgspec.msgpack.encode(mine))]
+    return [msgspec.msgpack.decode(each, type=known(RankHello)) for each in group.collect(msgspec.msgpack.encode(mine))]
 
 
 OpenTransports = Callable[[PDDisaggregationConfig, str, str], list[Transport]]

@@ -20,6 +20,7 @@ import msgspec
 
 from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
+from chitu.known_types import known
 from chitu.net.client import JSON, NETWORK_ERRORS, READ_BYTES, EventParser, Server
 from chitu.protocol.admin import DrainReply, RoleReply
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -102,7 +103,7 @@ class AnswerReader:
     def _take(self, data: str) -> None:
         answer = self._answer
         try:
-            event = msgspec.json.decode(data, type=_Event)
+            event = msgspec.json.decode(data, type=known(_Event))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Internal(f"the router sent an event that is no part of an answer: {data[:80]!r} ({error})") from error
         if event.error is not None:
@@ -240,7 +241,7 @@ class RouterClient:
 
     def _decoded(self, path: str, answer: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(answer, type=kind)
+            return msgspec.json.decode(answer, type=known(kind))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Internal(f"{self.url}{path} answered in the format of another chitu version: {error}") from error
 
@@ -264,7 +265,7 @@ class RouterClient:
 
     def _refusal(self, path: str, status: int, body: bytes) -> ChituError:
         try:
-            refusal = msgspec.json.decode(body, type=_ErrorBody).error
+            refusal = msgspec.json.decode(body, type=known(_ErrorBody)).error
         except (msgspec.DecodeError, UnicodeDecodeError):
             return Internal(f"{self.url} is no chitu router: {path} answers with status {status}")
         error = from_code(refusal.code or "internal", refusal.message)

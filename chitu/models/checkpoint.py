@@ -169,6 +169,7 @@ class _HeaderEntry(msgspec.Struct):
 
 
 _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry_decoder = msgspec.json.Decoder(_HeaderEntry)
 
 
 def read_entries(files: Sequence[Path], prefix: str = "") -> dict[str, Entry]:
@@ -216,7 +217,7 @@ def _entries_of(file: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     named = _header_decoder.decode(header)
     named.pop("__metadata__", None)
-    tensors = {name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in named.items()}
+    tensors = {name: _entry_decoder.decode(raw) for name, raw in named.items()}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         if tensor.dtype not in BITS:
             raise ConfigError(f"model.path: {file}: tensor {name!r} has dtype {tensor.dtype}, which is not known here")

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.config.load import progress_file
+from chitu.known_types import known
 
 logger = logging.getLogger(__name__)
 
@@ -118,5 +119,5 @@ def read_progress(path: Path) -> Progress:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         line, end, _ = path.read_bytes().partition(b"\n")
         if end:
-            return msgspec.json.decode(line, type=Progress)
+            return msgspec.json.decode(line, type=known(Progress))
     return Progress()

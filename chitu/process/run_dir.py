@@ -18,6 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from chitu.known_types import known
+
 PREFIX = "chitu-run-"
 LAUNCHED = "launched.json"
 
@@ -118,7 +120,7 @@ def running_launchers() -> list[Launched]:
     for path, is_abandoned in _own_folders():
         with contextlib.suppress(OSError, msgspec.DecodeError):
             if not is_abandoned:
-                found.append(msgspec.json.decode((path / LAUNCHED).read_bytes(), type=Launched))
+                found.append(msgspec.json.decode((path / LAUNCHED).read_bytes(), type=known(Launched)))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from chitu.known_types import known
 from chitu.protocol.receipt import ReceiptSampling
 
 
@@ -64,7 +65,7 @@ def unpack(data: bytes) -> KeptRequest:
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         raise DamagedFile("checksum mismatch: the file was modified or truncated")
     try:
-        record = msgspec.json.decode(rest, type=KeptRequest)
+        record = msgspec.json.decode(rest, type=known(KeptRequest))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedFile(str(error)) from None
     if record.logprobs and len(record.logprobs) != len(record.token_ids):

@@ -15,6 +15,7 @@ import msgspec
 
 from chitu.engine.executor import MAX_DRAFT
 from chitu.errors import ConfigError
+from chitu.known_types import known
 
 VERSION = 1
 
@@ -106,7 +107,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_profile(path: str | Path) -> EngineProfile:
     """Read a profile. Raises ConfigError, with the file and the key, if it is none."""
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=EngineProfile)
+        profile = msgspec.json.decode(Path(path).read_bytes(), type=known(EngineProfile))
     except OSError as error:
         raise ConfigError(f"the profile {path} cannot be read: {error.strerror or error}") from error
     except msgspec.MsgspecError as error:

@@ -44,6 +44,7 @@ from chitu.config.topology_checks import problems
 from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError, ServiceError
+from chitu.known_types import known
 from chitu.launch.addresses import address_problems, addresses_of
 from chitu.launch.plan import host_overrides, launch_problems
 from chitu.launch.preflight import (
@@ -235,7 +236,7 @@ def _receive(connection: socket.socket, kind: type[_T]) -> _T:
         if not data or len(line) > MAX_LINE_BYTES:
             raise NotMet("the other side closed the connection, or sent too long a line")
     try:
-        return msgspec.json.decode(line, type=kind)
+        return msgspec.json.decode(line, type=known(kind))
     except msgspec.DecodeError as error:
         raise NotMet(f"the other side sent a line that is no message of `chitu doctor`: {error}") from error
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 
 from chitu.config.load import api_key
+from chitu.known_types import known
 from chitu.launch.plan import Entries
 from chitu.launch.router_client import RouterClient
 from chitu.models.config import read_model_spec
@@ -110,14 +111,14 @@ def _of_line(where: str, line: bytes) -> Iterator[Saved]:
         record, shown = msgspec.json.decode(data), _Shown()
         if isinstance(record, dict) and "receipt" not in record:
             answer = record.get("response", record)
-            shown = msgspec.convert(answer, _Shown)
+            shown = msgspec.convert(answer, known(_Shown))
             proof = answer.get("chitu") if isinstance(answer, dict) else None
             record = proof.get("receipt") if isinstance(proof, dict) else None
         if record is None and is_event:
             return
         if record is None:
             raise Impossible(f"{where} has no receipt: ask with return_proof: true and return_receipt: true")
-        yield Saved(msgspec.convert(record, Receipt, str_keys=True), shown.damage, shown.logprobs)
+        yield Saved(msgspec.convert(record, known(Receipt), str_keys=True), shown.damage, shown.logprobs)
     except msgspec.DecodeError as error:  # ValidationError is one
         raise Impossible(f"{where} is no receipt of this version of chitu: {error}") from error
 

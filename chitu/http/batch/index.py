@@ -20,6 +20,8 @@ from typing import Literal
 
 import msgspec
 
+from chitu.known_types import known
+
 NAME = re.compile(r"(file-|batch_)[0-9a-f]{24}\Z")
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"]
 OVER = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -155,12 +157,12 @@ class FolderIndex:
         self._versions[name] = version
         try:
             if name.startswith("file-"):
-                file = self._known.files[name] = msgspec.json.decode(raw, type=FileRecord)
+                file = self._known.files[name] = msgspec.json.decode(raw, type=known(FileRecord))
                 self._weigh(name, file.tenant, len(raw) + file.num_bytes)
                 self._moving.discard(f"{name}.data")
                 del self._versions[name]
             else:
-                batch = self._known.batches[name] = msgspec.json.decode(raw, type=BatchFacts)
+                batch = self._known.batches[name] = msgspec.json.decode(raw, type=known(BatchFacts))
                 self._weigh(name, batch.tenant, len(raw))
                 if batch.is_over:
                     del self._versions[name]

@@ -27,6 +27,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.wire.inner import Reply
+from chitu.known_types import known
 
 MAX_ID_CHARS = 512
 MAX_ERRORS = 100
@@ -387,7 +388,7 @@ def verdict_on(reply: Reply) -> Literal["answer", "busy", "failure"]:
     if reply.status == 429:
         return "busy"
     try:
-        code = msgspec.json.decode(reply.body, type=_FailureBody).error.code
+        code = msgspec.json.decode(reply.body, type=known(_FailureBody)).error.code
     except (ValueError, RecursionError):
         code = None
     return "busy" if code in BUSY_CODES else "failure"

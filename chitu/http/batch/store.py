@@ -34,6 +34,7 @@ from chitu.errors import DiskFull, UnknownFile
 from chitu.http.batch.index import NAME, BatchFacts, BatchStatus, FileRecord, FolderIndex
 from chitu.http.batch.lines import LineError
 from chitu.http.batch.shares import Bounds, Room, room_for, room_to_grow
+from chitu.known_types import known
 from chitu.lock_files import claim
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class FileStore:
         if not (name.startswith(prefix) and NAME.match(name)):
             return None
         try:
-            return msgspec.json.decode(self.path(name, "json").read_bytes(), type=kind)
+            return msgspec.json.decode(self.path(name, "json").read_bytes(), type=known(kind))
         except FileNotFoundError:
             return None
         except msgspec.DecodeError:

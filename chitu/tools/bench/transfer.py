@@ -30,6 +30,7 @@ from typing import IO
 import msgspec
 
 from chitu.errors import MissingDependency
+from chitu.known_types import known
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
@@ -188,7 +189,7 @@ class BenchLink:
             text=True,
         )
         assert self._child.stdin is not None and self._child.stdout is not None
-        self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=RankMemory)
+        self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=known(RankMemory))
         self.messages = PipeMessages(self.transport, self._child.stdin, self._child.stdout)
         self.peer = self.transport.connect(self.memory, self.memory.sessions[0])
         self.transport.bind(self.peer, INCARNATION)

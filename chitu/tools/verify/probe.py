@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from chitu.errors import ChituError, Integrity
+from chitu.known_types import known
 from chitu.launch.router_client import RouterClient
 from chitu.net.client import EventParser
 
@@ -177,11 +178,6 @@ class _ProvenUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-# Answers are read by threads, and msgspec (0.22) crashes if two use a type first at the same time.
-for _type in (_ProvenAnswer, _ProvenUsage):
-    msgspec.json.Decoder(_type)
-
-
 def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> CheckedRequest:
     """Parse an answer. Raise ValueError if it is malformed, ends with an error or has no proof."""
     events = EventParser().feed(reply) if is_stream else [reply.decode()]
@@ -201,7 +197,7 @@ def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> 
             logprobs += (choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"]
     if proof is None or usage is None:
         raise ValueError("the answer came without return_proof's object: this is no router of this version of chitu")
-    served = _served(msgspec.convert(proof, _ProvenAnswer), msgspec.convert(usage, _ProvenUsage))
+    served = _served(msgspec.convert(proof, known(_ProvenAnswer)), msgspec.convert(usage, known(_ProvenUsage)))
     return CheckedRequest(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
 
 

@@ -22,6 +22,7 @@ import msgspec
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
 from chitu.config.staging import plan_staging
 from chitu.errors import ChituError, MissingDependency
+from chitu.known_types import known
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import pair_regions, plan_page_copies
@@ -106,7 +107,7 @@ def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
 
 
 def _rows_of(card: Card, end: LinkEnd, to_child: IO[str], from_child: IO[str]) -> Iterator[Row]:
-    memory = msgspec.msgpack.decode(bytes.fromhex(from_child.readline()), type=RankMemory)
+    memory = msgspec.msgpack.decode(bytes.fromhex(from_child.readline()), type=known(RankMemory))
     transport, pool = end.transport, end.pool
     pipe = PipeMessages(transport, to_child, from_child)
     peer = transport.connect(memory, memory.sessions[0])
