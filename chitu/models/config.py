@@ -17,6 +17,7 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,15 +187,14 @@ def _read_text_part(
     """Return the spec of the text part of a model for images, which our own code computes."""
     if config.get("model_type") != part.model_type:
         raise ConfigError(f"{where}: model_type is {config.get('model_type')!r}, not {part.model_type!r}")
-    unknown = sorted(config.keys() - set(part.keys.split()))
-    if unknown:
-        raise UnsupportedModel(f"{where}: {', '.join(map(repr, unknown))} beside text_config is not supported")
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ConfigError(f"{where}: text_config is {text!r}, not an object")
-    for key in ("tie_word_embeddings", "eos_token_id"):
-        if key in config and key in text and config[key] != text[key]:
-            raise ConfigError(f"{where}: {key} is {config[key]!r}, but {text[key]!r} in text_config")
+    ignored: list[str] = []
+    outer = part.keys.read(config, where, partial(_idle_keys, part.model_type, ignored))
+    text = outer.pop("text_config")
+    for key, value in outer.items():
+        if value is not None and text.get(key, value) != value:
+            raise ConfigError(f"{where}: {key} is {value!r}, but {text[key]!r} in text_config")
+    if ignored:
+        logger.warning(IGNORED, where, library_version(), ", ".join(ignored))
     spec = _read_own(folder, text, _architecture(text), f"{where}: text_config", max_model_len)
     return replace(spec, is_text_part=True, tensor_prefix=part.prefix)
 
@@ -241,19 +241,21 @@ def _require_dtype(dtype: str, where: str) -> None:
         raise UnsupportedModel(f"{where}: dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
 
 
+def _idle_keys(model_type: str, ignored: list[str], unknown: Mapping[str, str]) -> Collection[str]:
+    """Return the unknown keys that transformers never reads for this type, and put them into `ignored`."""
+    read = keys_read(unknown, model_type)
+    idle = () if read is None else [key for key in unknown if key not in read]
+    ignored.extend(f"{key!r}{unknown[key]}" for key in idle)
+    return idle
+
+
 def _read_own(
     folder: Path, config: dict[str, Any], architecture: str, where: str, max_model_len: int | None
 ) -> ModelSpec:
     """Return the spec of a model that our own code computes."""
     _require_own(config, architecture, where)
     ignored: list[str] = []
-
-    def find_idle(unknown: Mapping[str, str]) -> Collection[str]:
-        read = keys_read(unknown, ARCHITECTURES[architecture].model_types[0])
-        idle = () if read is None else [key for key in unknown if key not in read]
-        ignored.extend(f"{key!r}{unknown[key]}" for key in idle)
-        return idle
-
+    find_idle = partial(_idle_keys, ARCHITECTURES[architecture].model_types[0], ignored)
     values = ARCHITECTURES[architecture].keys.read(config, where, find_idle)
     rope = read_rope(values, values["max_position_embeddings"], where, find_idle)
     served = _served_tokens(rope.reach_tokens(values["max_position_embeddings"]), max_model_len, where)

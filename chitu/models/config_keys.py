@@ -275,17 +275,25 @@ class TextDecoder(NamedTuple):
     """Of the whole model. `text_config` describes the decoder as a model of its own."""
     prefix: str
     """Begin of the names of its tensors, before those that it has alone."""
-    keys: str
-    """Keys beside `text_config` that text does not need, and those that `text_config` repeats."""
+    keys: Keys
+    """Beside `text_config`. Those that are used may be in it, too, with the same value."""
 
 
 TEXT_DECODERS = {
     "KimiK25ForConditionalGeneration": TextDecoder(
         "kimi_k25",
         "language_model.",
-        """architectures auto_map bos_token_id dtype eos_token_id ignore_index media_placeholder_token_id model_type
-        pad_token_id text_config tie_word_embeddings torch_dtype transformers_version use_unified_vision_chunk
-        video_placeholder vision_config""",
+        Keys(
+            {
+                "text_config": Key("object"),
+                "tie_word_embeddings": Key("flag", None, nullable=True),
+                "eos_token_id": Key("tokens", None, nullable=True),
+            },
+            _ONLY,
+            _WITHOUT_EFFECT
+            | {"dtype", "torch_dtype", "vision_config", "ignore_index", "media_placeholder_token_id"}
+            | {"use_unified_vision_chunk", "video_placeholder"},
+        ),
     )
 }
 ARCHITECTURES = {

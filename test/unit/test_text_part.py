@@ -33,8 +33,9 @@ def test_the_text_part_is_the_model_that_text_config_describes(tmp_path: Path) -
     ("changes", "says"),
     [
         ({"model_type": "kimi_k26"}, "model_type is 'kimi_k26', not 'kimi_k25'"),
-        ({"text_scale": 2.0}, "'text_scale' beside text_config is not supported"),
-        ({"text_config": None}, "text_config is None, not an object"),
+        ({"is_causal": False}, "the key 'is_causal' is not known"),
+        ({"text_config": None}, "lacks 'text_config'"),
+        ({"text_config": [1]}, "text_config is [1], not an object"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True, but False in text_config"),
         ({"eos_token_id": 7}, "eos_token_id is 7, but 2 in text_config"),
         (
