@@ -47,6 +47,9 @@ class OneOfTwo:
     def gather_columns(self, x_RC: torch.Tensor, widths: object) -> torch.Tensor:
         raise NotImplementedError
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        raise NotImplementedError
+
 
 def main() -> None:
     PAGE.write_text(reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

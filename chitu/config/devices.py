@@ -67,12 +67,8 @@ def on_visible_devices(config: InstanceConfig, shown: Sequence[str]) -> Instance
 
 
 def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool:
-    """Return whether steps overlap. `auto` means on devices that compute asynchronously, which is CUDA. Never with
-    several TP ranks, whatever the key is: the order for a step carries the tokens of the previous one to the
-    followers."""
-    if instance.tp_size > 1 or scheduler.overlap == "off":
-        return False
-    return scheduler.overlap == "on" or is_gpu(instance.devices[0])
+    """Return whether steps overlap. `auto` means on devices that compute asynchronously, which is CUDA."""
+    return scheduler.overlap == "on" or (scheduler.overlap == "auto" and is_gpu(instance.devices[0]))
 
 
 def max_draft_tokens(scheduler: SchedulerConfig, instance: InstanceConfig) -> int:

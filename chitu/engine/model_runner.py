@@ -53,7 +53,7 @@ from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
-from chitu.models.layers import DecoderModel
+from chitu.models.layers import DecoderModel, Shard
 from chitu.models.model import Model
 from chitu.models.tensors import copy_numbers
 from chitu.ops.interface import Span
@@ -190,7 +190,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
-            guesses = self._guess(self._mtp, plan, slots, tokens_N, on_layer) if self._mtp is not None else None
+            drawn = slots if self._model.shard is None else self._share(self._model.shard, plan, slots, tokens_N)
+            guesses = self._guess(self._mtp, plan, drawn, on_layer) if self._mtp is not None else None
             if self._sampler is not None:
                 self._failures.update(self._sampler.take_failures())
             found = self._prompt_lines, self._failures, self._checks, guesses
@@ -222,17 +223,6 @@ class ModelRunner:
     @property
     def saved_keys(self) -> frozenset[int]:
         return frozenset(self._saved)
-
-    def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
-        if slots:
-            self._append_drawn(slots, upload(tokens, self._device))
-
-    def _append_drawn(self, slots: Sequence[int], tokens_N: torch.Tensor) -> None:
-        self._slots.append_tokens(slots, tokens_N.clamp(min=0))
-        for slot, count in Counter(slots).items():
-            if count > 1:
-                self._slots.settle(slot, count - 1)
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
@@ -287,24 +277,32 @@ class ModelRunner:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
+    def _share(
+        self, shard: Shard, plan: StepPlan, slots: Sequence[int], tokens_N: torch.Tensor | None
+    ) -> Sequence[int]:
+        """Append what the main rank drew on every other rank, too. Return its slots. `slots`, `tokens_N`: of the main
+        rank."""
+        if plan.copy or plan.copy_state:
+            # Once the step is done here, the pages may be announced: a peer would overwrite what others still copy.
+            shard.all_reduce(torch.zeros(1, device=self._device))
+        shared = share_draws(shard, plan, self._device, slots, tokens_N)
+        if shared is None:
+            return []
+        if not self._model.is_main:
+            self._slots.append_tokens(shared.slots, shared.tokens_N.clamp(min=0))
+            for slot, count in Counter(shared.slots).items():
+                if count > 1:
+                    self._slots.settle(slot, count - 1)
+        return shared.slots
+
     def _guess(
-        self,
-        mtp: MtpDrafts,
-        plan: StepPlan,
-        drawn: Sequence[int],
-        tokens_N: torch.Tensor | None,
-        on_layer: LayerCallback | None,
+        self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None
     ) -> Guesses | None:
-        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows. `drawn`,
-        `tokens_N`: of the main rank."""
+        """Compute the drafting layer behind a step, and write the hidden states of prompts to their aux rows. `drawn`:
+        slots of the tokens that the step drew, which are appended on every rank."""
         model = self._model
         assert isinstance(model, DecoderModel)
         forward, self._forwarded = _joined(model, self._forwarded), []
-        if model.shard is not None:
-            shared = share_draws(model.shard, plan, self._device, drawn, tokens_N)
-            drawn = shared.slots if shared is not None else []
-            if shared is not None and not model.is_main:
-                self._append_drawn(*shared)
         leaving = {chunk.slot for chunk in plan.prefill if chunk.aux_slot >= 0}  # nothing follows their tokens here
         drawn = [slot for slot in drawn if slot not in leaving] if leaving else drawn
         if plan.first_tokens:

@@ -1,8 +1,8 @@
-"""The tokens that the main rank draws, on all tensor-parallel ranks within the step: the layer that drafts follows them
-at once (`mtp.py`). Without one the followers get them with the order for the next step (`tp_executor.py`).
+"""The tokens that the main rank draws, on all tensor-parallel ranks within the step: the next step feeds them, and the
+layer that drafts follows them at once (`mtp.py`). They go from device to device, so no host waits for them.
 
 Which slots draw follows from the plan. How many tokens of a draft are right does not, so each slot has a place for the
-most that it may draw, and one sum over the ranks brings all. Called by `ModelRunner`, step thread only; collective.
+most that it may draw, and one broadcast brings all. Called by `ModelRunner`, step thread only; collective.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def share_draws(
     places = [slot for slot in drawing_slots(plan) for _ in range(1 + drafts.get(slot, 0))]
     if not places:
         return None
-    drawn_N = torch.zeros(len(places), dtype=torch.int64, device=device)
     if tokens_N is not None and len(slots) == len(places):
-        drawn_N.copy_(tokens_N)
-    elif tokens_N is not None:
-        drawn_N.fill_(NOT_DRAWN)
-        drawn_N[upload(_taken(places, slots), device)] = tokens_N
-    shard.all_reduce(drawn_N)
+        drawn_N = tokens_N
+    else:
+        drawn_N = torch.full((len(places),), NOT_DRAWN, dtype=torch.int64, device=device)
+        if tokens_N is not None:
+            drawn_N[upload(_taken(places, slots), device)] = tokens_N
+    shard.broadcast(drawn_N)
     if not drafts:
         return SharedDraws(places, drawn_N)
     is_drawn = [number != NOT_DRAWN for number in drawn_N.tolist()]

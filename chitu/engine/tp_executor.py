@@ -1,10 +1,9 @@
 """The ranks of one tensor-parallel instance: the executor of the main rank, and the loop of a follower. They talk over
 a `RankGroup`.
 
-A step is one small broadcast: the plan without what only the main rank needs (sampling), and the tokens that the last
-step sampled, which the followers do not have yet. If the model drafts by a layer of its own, they have them already
-(`shared_draws.py`), and the plan keeps its first tokens, which that layer follows, too. The step thread calls the
-executor; the last call (`close`) comes from the main thread, after the step thread has ended.
+A step is one small broadcast: the plan without what only the main rank needs (sampling). The tokens that it draws reach
+the followers within the step, from device to device (`shared_draws.py`), so the next plan may be sent while it runs.
+The step thread calls the executor; the last call (`close`) comes from the main thread, after the step thread has ended.
 
 A follower (main thread of ranks 1, 2, ...) has no port and decides nothing. It ends when the main rank orders it
 (`run_follower` returns) or dies (`Lifeline`). Invariant: it executes every plan that the main rank executes, in the
@@ -20,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult, run_warmup
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepHandle, StepPlan, StepResult, run_warmup
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import Lifeline, ProcessWatch, explaining
 from chitu.engine.rank_groups import RankGroup
@@ -42,9 +41,6 @@ WeightsCall = Literal["begin", "collect", "change", "drop"]
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The message to the followers."""
 
-    slots: list[int]
-    """Slots that sampled in the step before: `tokens[i]` for `slots[i]`."""
-    tokens: list[int]
     plan: StepPlan | None
     """Plan to run; None if the instance shuts down, or if the order is about weights."""
     weights: tuple[WeightsCall, str] | None = None
@@ -55,10 +51,11 @@ _encoder = msgspec.msgpack.Encoder()
 step_decoder: msgspec.msgpack.Decoder[StepOrder] = msgspec.msgpack.Decoder(StepOrder)
 
 
-def for_followers(plan: StepPlan, drafts: bool = False) -> StepPlan:
-    """Return the plan without sampling: no parameters, and no first tokens unless the model `drafts`."""
-    admit = [msgspec.structs.replace(each, sampling=None) for each in plan.admit]
-    return msgspec.structs.replace(plan, admit=admit, first_tokens=plan.first_tokens if drafts else [])
+def for_followers(plan: StepPlan) -> StepPlan:
+    """Return the plan without parameters of sampling."""
+    if not plan.admit:
+        return plan
+    return msgspec.structs.replace(plan, admit=[msgspec.structs.replace(each, sampling=None) for each in plan.admit])
 
 
 class TensorParallelExecutor:
@@ -71,29 +68,24 @@ class TensorParallelExecutor:
         self._group = group
         self._watch = watch
         self._end_timeout_s = end_timeout_s
-        self._last = StepResult([], [])
-        """Whose tokens the followers do not have."""
 
     @property
     def info(self) -> ExecutorInfo:
         return self._runner.info
 
-    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
-        """Run the step to its end: the next broadcast carries its tokens."""
-        return DoneStep(self.execute(plan, on_layer))
-
-    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         if plan.first_tokens and not {first.slot for first in plan.first_tokens}.isdisjoint(plan.decode):
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
-        drafts, last = self.info.guesses > 0, self._last
-        self._group.send(_encoder.encode(StepOrder(last.slots, last.tokens, for_followers(plan, drafts))))
-        result = self._runner.execute(plan, on_layer)
-        if not drafts:
-            self._last = result
-        if plan.offload or plan.copy or plan.copy_state:
+        self._group.send(_encoder.encode(StepOrder(for_followers(plan))))
+        step = self._runner.launch(plan, on_layer)
+        if plan.offload:
             # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet.
             self._group.barrier()
-        return result
+        return step
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        """Launch a step and return its result."""
+        return self.launch(plan, on_layer).result()
 
     def forget(self, slots: Collection[int]) -> None:
         with explaining():
@@ -120,7 +112,7 @@ class TensorParallelExecutor:
         self._group.close()
 
     def _order_end(self) -> None:
-        self._group.send(_encoder.encode(StepOrder([], [], None)))
+        self._group.send(_encoder.encode(StepOrder(None)))
         self._group.barrier()
 
 
@@ -159,7 +151,7 @@ class TensorParallelWeights:
         self._found = None
 
     def _send(self, call: WeightsCall, path: str = "") -> None:
-        self._group.send(_encoder.encode(StepOrder([], [], None, (call, path))))
+        self._group.send(_encoder.encode(StepOrder(None, (call, path))))
 
 
 def _collected(weights: RankWeights, group: RankGroup) -> list[ReadWeights]:
@@ -195,10 +187,6 @@ def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weig
             runner.close()
             group.close()
             return
-        runner.append_tokens(order.slots, order.tokens)
-        step = runner.launch(order.plan)  # it samples nothing: there is nothing to read
-        copies = order.plan.copy or order.plan.copy_state
-        if copies:
-            step.result()
-        if order.plan.offload or copies:
-            group.barrier()  # as on the main rank: see `TensorParallelExecutor.execute`
+        runner.launch(order.plan)  # it samples nothing: there is nothing to read
+        if order.plan.offload:
+            group.barrier()  # as on the main rank: see `TensorParallelExecutor.launch`

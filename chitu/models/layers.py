@@ -63,6 +63,10 @@ class Shard(Protocol):
         """Return the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; None off rank 0."""
         ...
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite `x` of every rank with that of rank 0, which has the same shape and dtype."""
+        ...
+
 
 Compute = Callable[[torch.Tensor, Routes], torch.Tensor]
 """Returns the weighted sums of this rank's own experts, `[T, D]`; the routes count them from 0."""

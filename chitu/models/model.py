@@ -5,11 +5,14 @@ other implementations stand beside it. Called only by the step thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from chitu.ops.interface import Batch
+
+if TYPE_CHECKING:
+    from chitu.models.layers import Shard
 
 
 class KVViews(Protocol):
@@ -48,6 +51,11 @@ class Model(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the hidden states."""
+        ...
+
+    @property
+    def shard(self) -> Shard | None:
+        """This rank among those that compute together; None if it is alone."""
         ...
 
     @property

@@ -248,6 +248,8 @@ class Alone:
     def gather_columns(self, x_RC: torch.Tensor, widths: Any) -> torch.Tensor:
         return x_RC
 
+    def broadcast(self, x: torch.Tensor) -> None: ...
+
 
 def test_a_rank_has_its_heads_and_columns_or_the_model_is_refused_by_name(tmp_path: Path) -> None:
     make_checkpoint(ROW["Mixtral-8x7B-v0.1"], tmp_path / "cut")

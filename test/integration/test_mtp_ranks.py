@@ -18,8 +18,7 @@ from mtp_checkpoints import (
 from mtp_instance import NUM_PAGES, Instance, entries, poison, prefilled, sent
 from thread_ranks import Ranks
 
-from chitu.engine.executor import Admit, Draft, FirstToken, PrefillChunk, StepPlan
-from chitu.engine.tp_executor import for_followers
+from chitu.engine.executor import Admit, Draft, PrefillChunk, StepPlan
 from chitu.protocol import SamplingParams, pack_i32
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,8 +169,3 @@ def test_drafts_of_unlike_lengths_and_a_row_without_a_token_reach_every_rank(by_
             slot: [follower(token)] for slot, token in zip(result.slots, result.tokens, strict=True)
         }
     engine.close()
-
-
-def test_followers_of_a_model_that_drafts_hear_of_first_tokens():
-    plan = StepPlan(first_tokens=[FirstToken(1, 0, True)], decode=[2])
-    assert for_followers(plan, drafts=True) == plan

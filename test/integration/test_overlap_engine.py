@@ -69,7 +69,6 @@ def serve(
     draft_source=None,
     **options,
 ):
-    """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
     engine = Engine(
         folder,
@@ -80,6 +79,11 @@ def serve(
         recording=recording,
         sampler=sampler,
     )
+    return serve_by(engine.runner, requests, overlap, grammars, draft_source)
+
+
+def serve_by(runner, requests, overlap: bool, grammars: GrammarStore | None = None, draft_source=None) -> Served:
+    """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     served = Served()
     cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
     config = SchedulerConfig(
@@ -87,7 +91,7 @@ def serve(
     )
     core = InstanceCore(
         SchedulerSettings(config, DeadlineConfig(), overlap=overlap),
-        LoadedEngine(engine.runner, cache, grammars=grammars),
+        LoadedEngine(runner, cache, grammars=grammars),
         TokenManager(1, served.take),
         lambda room, error: None,
         FakeClock(),
@@ -112,6 +116,14 @@ def serve(
 @pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
 def test_tokens_and_ends_are_those_without_overlap(checkpoint, recording):
     folder, reference = checkpoint
+    requests = mixed_requests(reference)
+    off = serve(folder, requests, overlap=False, recording=recording)
+    on = serve(folder, requests, overlap=True, recording=recording)
+    compare(reference, requests, off, on)
+
+
+def mixed_requests(reference) -> list[tuple[list[int], SamplingParams]]:
+    """Return requests of all kinds, of which the third ends at a stop id."""
     greedy = SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True)
     prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)]
     stop = expected_tokens(reference, prompts[2], 12)[11]
@@ -126,10 +138,12 @@ def test_tokens_and_ends_are_those_without_overlap(checkpoint, recording):
         SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.5, logit_bias={5: 2.0}, seed=21),
         greedy,
     ]
-    requests = list(zip(prompts, params, strict=True))
-    off = serve(folder, requests, overlap=False, recording=recording)
-    on = serve(folder, requests, overlap=True, recording=recording)
-    last = len(requests) - 1
+    return list(zip(prompts, params, strict=True))
+
+
+def compare(reference, requests, off: Served, on: Served) -> None:
+    prompts, last = [prompt for prompt, _ in requests], len(requests) - 1
+    (stop,) = requests[2][1].stop_token_ids
     assert on.retractions > 0 and off.retractions > 0, "the pool is large enough for everybody"
     assert on.reasons == off.reasons and last not in on.reasons
     assert {room: on.tokens[room] for room in on.reasons} == {room: off.tokens[room] for room in off.reasons}

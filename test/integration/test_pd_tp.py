@@ -98,6 +98,7 @@ def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def cluster(model: Path, tier: Tier) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={tier.transport}"]
+    settings.append(f"scheduler.overlap={'on' if tier.transport == 'shm' else 'auto'}")
     settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60", tier.setting]
     settings.append("dp_config.router.policy=round_robin")  # a request sent nine times reaches every pair
     settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]

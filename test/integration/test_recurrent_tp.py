@@ -205,6 +205,8 @@ class Alone:
     def gather_columns(self, x_RC: torch.Tensor, widths: Any) -> torch.Tensor:
         return x_RC
 
+    def broadcast(self, x: torch.Tensor) -> None: ...
+
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_rank_has_half_of_the_weights_of_the_layers(checkpoints: Any, name: str) -> None:

@@ -131,10 +131,11 @@ def test_a_first_token_is_not_fed_back_in_its_own_step(qwen3: tuple[Path, object
     ranks.close()
 
 
-def test_followers_hear_nothing_of_sampling() -> None:
+def test_followers_hear_no_parameters_of_sampling() -> None:
     admit = Admit(1, b"", 0, 0, (), GREEDY)
     plan = StepPlan(admit=[admit], first_tokens=[FirstToken(1, 0)], prefill=[PrefillChunk(2, 0, 1, sample=True)])
-    assert for_followers(plan) == StepPlan(admit=[Admit(1, b"", 0, 0, (), None)], prefill=plan.prefill)
+    admitted = [Admit(1, b"", 0, 0, (), None)]
+    assert for_followers(plan) == StepPlan(admit=admitted, first_tokens=plan.first_tokens, prefill=plan.prefill)
 
 
 def test_a_model_that_cannot_be_cut_is_refused(qwen3: tuple[Path, object]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import torch
@@ -18,12 +19,14 @@ from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import Recording
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.window_state import with_window_state
+from chitu.ops.interface import Ops
 
 
 class Meeting:
@@ -34,6 +37,8 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=30)
         self.table: list[torch.Tensor] = [torch.empty(0)] * size
         self.orders: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(size)]
+        self.calls: list[list[tuple[object, ...]]] = [[] for _ in range(size)]
+        """Collective calls of each rank within steps, with the shape of what it brings."""
 
     def gather(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         self.table[rank] = x.clone()
@@ -49,10 +54,19 @@ class ThreadRank:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
 
+    def _note(self, *call: object) -> None:
+        self.meeting.calls[self.rank].append(call)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._note("all_reduce", x.shape)
         return x.copy_(torch.stack(self.meeting.gather(self.rank, x)).sum(0))
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        self._note("broadcast", x.shape)
+        x.copy_(self.meeting.gather(self.rank, x)[0])
+
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        self._note("gather", len(x_RC), tuple(widths))
         parts = self.meeting.gather(self.rank, x_RC)
         assert [part.shape[1] for part in parts] == list(widths)
         return None if self.rank else torch.cat(parts, dim=1)
@@ -89,32 +103,47 @@ class Ranks:
         window_state: bool = False,
         drafts: bool = False,
         mtp_tokens: int = 1,
+        num_slots: int = 8,
+        max_model_len: int = 1024,
+        ops: Ops | None = None,
+        recording: Recording | None = None,
+        main: Callable[[ModelRunner], Any] = lambda runner: runner,
+        rank: Callable[[Meeting, int], ThreadRank] = ThreadRank,
     ) -> None:
-        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`,
-        `drafts`, `mtp_tokens`: as of `Engine`."""
-        self._mtp_tokens = mtp_tokens
+        """Load the model on every rank. `sampler` replaces argmax on the main rank. `main` puts something around its
+        runner, `rank` makes each rank. All else: as of `Engine`."""
+        self._mtp_tokens, self._num_slots, self._max_model_len = mtp_tokens, num_slots, max_model_len
+        self._ops, self._recording = ops, recording
         self._window_state = window_state
         self.spec = with_draft_layer(with_window_state(read_model_spec(path, 1024), window_state), drafts)
         self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
-        meeting = Meeting(size)
-        ranks = [ThreadRank(meeting, rank) for rank in range(size)]
+        self.meeting = Meeting(size)
+        ranks = [rank(self.meeting, number) for number in range(size)]
         chosen = (sampler or GreedySampler()) if sampling else None
-        runners = [self._runner(path, rank, num_pages, None if rank.rank else chosen) for rank in ranks]
+        self.runners = [self._runner(path, each, num_pages, None if each.rank else chosen) for each in ranks]
         self._num_state_slots = self.pools[0].num_state_slots
-        self.runner = TensorParallelExecutor(runners[0], ranks[0], ProcessWatch([]))
+        self.runner = TensorParallelExecutor(main(self.runners[0]), ranks[0], ProcessWatch([]))
         self._pool = ThreadPoolExecutor(size)
-        self._followers = [
-            self._pool.submit(run_follower, *pair, NoLifeline()) for pair in zip(runners[1:], ranks[1:], strict=True)
+        self.followers = [
+            self._pool.submit(self._follow, *pair) for pair in zip(self.runners[1:], ranks[1:], strict=True)
         ]
         self._free = list(range(num_pages))[::-1]
+
+    def _follow(self, runner: ModelRunner, rank: ThreadRank) -> None:
+        try:
+            run_follower(runner, rank, NoLifeline())
+        except BaseException:
+            self.meeting.barrier.abort()
+            raise
 
     def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
         model = load_model(
             path,
             "float32",
-            max_model_len=1024,
+            max_model_len=self._max_model_len,
+            ops=self._ops,
             shard=rank,
             adapters=self._adapters,
             window_state=self._window_state,
@@ -122,8 +151,11 @@ class Ranks:
         )
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
-        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))
-        return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler, mtp_tokens=self._mtp_tokens)
+        num_aux, recording = 0 if rank.rank else 8, self._recording
+        pool = KVPool(layout, num_pages, num_aux, has_scratch=recording is not None, num_state_slots=9)
+        self.pools.append(pool)
+        sizes = self._num_slots, self._max_model_len
+        return ModelRunner(self.spec, model, pool, *sizes, sampler, recording, mtp_tokens=self._mtp_tokens)
 
     pages = Engine.pages
     admit = Engine.admit
@@ -132,6 +164,6 @@ class Ranks:
     def close(self) -> None:
         """End the instance from the main rank; raise the error of a follower that failed."""
         self.runner.close()
-        for follower in self._followers:
+        for follower in self.followers:
             follower.result(timeout=30)
         self._pool.shutdown()

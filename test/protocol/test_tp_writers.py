@@ -296,9 +296,6 @@ class Runner:
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
         return DoneStep(self.execute(plan, on_layer))
 
-    def append_tokens(self, slots: list[int], tokens: list[int]) -> None:
-        assert not slots and not tokens
-
     def close(self) -> None: ...
 
 

@@ -52,6 +52,7 @@ class RunningSum:
     hidden_size = 5 * HIDDEN
     dtype = torch.float32
     is_main = True
+    shard = None
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -291,11 +291,12 @@ def test_torchrun_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch
         ("auto", ("cuda:1",), True),
         ("on", ("cpu",), True),
         ("off", ("cuda:0",), False),
-        ("auto", ("cuda:0", "cuda:1"), False),
-        ("on", ("cpu", "cpu"), False),
+        ("auto", ("cuda:0", "cuda:1"), True),
+        ("auto", ("cpu", "cpu"), False),
+        ("on", ("cpu", "cpu"), True),
     ],
 )
-def test_steps_overlap_where_the_device_computes_by_itself_and_is_one(
+def test_steps_overlap_where_the_device_computes_by_itself(
     key: Literal["auto", "on", "off"], devices: tuple[str, ...], expected: bool
 ) -> None:
     instance = InstanceConfig(devices=devices, tp_size=len(devices))

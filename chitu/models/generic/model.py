@@ -57,6 +57,7 @@ class GenericModel:
         experts: SpreadExperts | None = None,
     ) -> None:
         self.is_main = sharding is None or sharding.is_main
+        self.shard = sharding.shard if sharding is not None else None
         self.sharding = sharding
         self._experts = experts
         self.num_positions = spec.max_model_len

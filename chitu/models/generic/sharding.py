@@ -58,7 +58,7 @@ class Sharding:
         reason = why_not(spec.num_heads, spec.num_kv_heads, shard.size) or why_not_cut(spec.state, shard.size)
         if reason:
             raise ConfigError(f"tp_size {shard.size}: {reason}")
-        self._decoder, self._prefix, self._spec, self._shard = decoder, prefix, spec, shard
+        self._decoder, self._prefix, self._spec, self.shard = decoder, prefix, spec, shard
         if len({(group.num_kv_heads, group.head_dims) for group in spec.groups}) > 1:
             raise self._refusal("its layers have different heads")
         self.is_summing = True
@@ -77,7 +77,7 @@ class Sharding:
 
     def _refusal(self, why: str) -> UnsupportedModel:
         return UnsupportedModel(
-            f"tp_size {self._shard.size}: {self._spec.architecture} is served with tp_size 1 only: {why}"
+            f"tp_size {self.shard.size}: {self._spec.architecture} is served with tp_size 1 only: {why}"
         )
 
     def _plan(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ class Sharding:
         for name, module in self._decoder.named_modules():
             has_state = any(isinstance(child, nn.Conv1d) for child in module.children())
             if has_state and getattr(module, "layer_idx", None) in layers:
-                found[name] = cut = cut_of(name, module, self._shard.size, self._shard.rank)
+                found[name] = cut = cut_of(name, module, self.shard.size, self.shard.rank)
                 self._parts |= {f"{name}.{leaf}": pieces for leaf, pieces in cut.pieces.items()}
                 self._styles = {each: style for each, style in self._styles.items() if not each.startswith(f"{name}.")}
                 self._styles |= {f"{name}.{leaf}": "rowwise" for leaf in cut.summed}
@@ -150,7 +150,7 @@ class Sharding:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def _share(self, total: int, unit: int = 1) -> range:
-        own = share_of(total // unit, self._shard.size, self._shard.rank)
+        own = share_of(total // unit, self.shard.size, self.shard.rank)
         return range(own.start * unit, own.stop * unit)
 
     def pieces(self, name: str, shape: torch.Size) -> Pieces | None:
@@ -180,7 +180,7 @@ class Sharding:
             return self._share(total, total // self._spec.num_heads)
         if last in KEYS:
             width = total // self._spec.num_kv_heads
-            heads = kv_heads_of(self._spec.num_kv_heads, self._shard.size, self._shard.rank)
+            heads = kv_heads_of(self._spec.num_kv_heads, self.shard.size, self.shard.rank)
             return range(heads.start * width, heads.stop * width)
         return self._share(total)
 
@@ -198,7 +198,7 @@ class Sharding:
             return tensor
         dim, parts = pieces
         if not all(len(part) for part in parts):
-            raise ConfigError(f"tp_size {self._shard.size}: {name!r} cannot be split over so many ranks")
+            raise ConfigError(f"tp_size {self.shard.size}: {name!r} cannot be split over so many ranks")
         return torch.cat([tensor.narrow(dim, part.start, len(part)) for part in parts], dim).contiguous()
 
     # ---------------------------------------------------------------------------------------------------------- sums
@@ -217,8 +217,8 @@ class Sharding:
                 module.register_forward_hook(self._summing(None, on_sum))
         for attention in self._attentions.values():
             if hasattr(attention, "num_key_value_groups"):
-                size = self._shard.size
-                own = len(kv_heads_of(self._spec.num_kv_heads, size, self._shard.rank))
+                size = self.shard.size
+                own = len(kv_heads_of(self._spec.num_kv_heads, size, self.shard.rank))
                 attention.num_key_value_groups = self._spec.num_heads // size // own
         for name, cut in self._mixers.items():
             self._resize(name, modules[name], cut, on_sum)
@@ -239,7 +239,7 @@ class Sharding:
         """Return the sum over the ranks; None while this one computes alone."""
         if not self.is_summing:
             return None
-        x = self._shard.all_reduce(x.contiguous())
+        x = self.shard.all_reduce(x.contiguous())
         on_sum()
         return x
 
@@ -253,11 +253,11 @@ class Sharding:
 
     @property
     def is_main(self) -> bool:
-        return self._shard.rank == MAIN_RANK
+        return self.shard.rank == MAIN_RANK
 
     @property
     def size(self) -> int:
-        return self._shard.size
+        return self.shard.size
 
 
 def _linears(module: nn.Module) -> set[str]:
