@@ -347,13 +347,14 @@ def _assemble(
     topology, role, spec, group = target.topology, target.instance.role, target.spec, groups.tp
     device, layout = target.device, target.layout
     path, num_slots = topology.model.path, topology.scheduler.max_running_requests
-    # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
-    # would need state rows of their own. The attention of `models/generic` would read the longest sequence's pages.
-    # Sparse attention reads as many positions as the longest sequence has. Spread experts exchange rows of any number.
+    # Without state: the rows of a padded batch would need state rows of their own. The attention of `models/generic`
+    # would read the longest sequence's pages. Sparse attention reads as many positions as the longest sequence has.
+    # Spread experts exchange rows of any number.
     is_sparse = spec.latent is not None and spec.latent.index is not None
     is_own = spec.code == "own" and not is_sparse and experts is None
-    is_recorded = device.type == "cuda" and group is None and not layout.state and is_own
-    recording = Recording.of(CudaRecorder(device), computes_prompts(topology, role)) if is_recorded else None
+    is_recorded, recording = device.type == "cuda" and not layout.state and is_own, None
+    if is_recorded:
+        recording = Recording.of(CudaRecorder(device, group is not None), computes_prompts(topology, role))
     pool = KVPool(
         layout,
         plan.num_pages,

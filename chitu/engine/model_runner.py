@@ -203,9 +203,14 @@ class ModelRunner:
 
     def warmup(self) -> None:
         run_warmup(self, self.shapes)
+        self.record(self._decodes)
+
+    def record(self, is_decoding: bool) -> None:
+        """Record every step that is recorded; those that decode only if `is_decoding`. Collective. No step is in
+        flight."""
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.record_all(self._decodes)
+                self._graphs.record_all(is_decoding)
                 if self._mtp is not None and isinstance(self._model, DecoderModel):
                     self._mtp.warm_up(self._model, self._pool, self._graphs.decode_sizes)
 
@@ -439,13 +444,15 @@ class ModelRunner:
         rows_XB = upload_tensor(rows_XB.view(len(stamps), -1), self._device)
         self._pool.state_rows[upload([row for row, _ in stamps], self._device), : rows_XB.shape[1]] = rows_XB
 
-    def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> Drawn:
+    def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> Drawn | None:
         rows, positions = slots, self._slots.advance_decode(slots)
         if any(slot in self._drafts for slot in slots):
             rows, positions = self._slots.with_drafts(slots, positions, self._drafts)
         logits_BV, greedy_B, hidden_BD = graphs.decode(rows, positions)
         if hidden_BD is not None:
             self._note_forward(hidden_BD, (), rows)
+        if not self._model.is_main:
+            return None
         if len(rows) > len(slots):
             return self._sample_drafts(logits_BV, slots, first_place)
         if not self._sampler_of(slots).is_greedy(slots):

@@ -5,6 +5,10 @@ whose only page is the scratch page, pad a batch to its bucket. A decode recordi
 token to its sequence and advancing the positions, so an unchanged batch needs nothing from the host. Owned by
 `ModelRunner`, step thread only.
 
+With several ranks a recording has their sums and gathers. Which steps are recorded, and in which order, follows from
+the plans and from `record_all`, which all ranks call at the same place; so all record, and replay, the same steps. The
+main rank alone has logits and tokens: the others append what it shares behind the replay (`shared_draws.py`).
+
 A `Recorder` makes recordings: CUDA graphs, or (the twin, for tests without a GPU) the same function called again.
 """
 
@@ -48,20 +52,22 @@ class EagerRecorder:
 
 class CudaRecorder:
     """A recorder of CUDA graphs. They never run concurrently, so they share one memory pool, and one stream to record
-    on: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that had a matrix product."""
+    on: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that had a matrix product. `has_ranks`:
+    recordings have calls to other ranks. NCCL's threads then ask for events meanwhile, which must not end a capture."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_ranks: bool = False) -> None:
         self._device = device
+        self._mode = "thread_local" if has_ranks else "global"
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, body: Callable[[], None]) -> Replay:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with on_stream(self._stream):
-            for _ in range(2):  # compiles kernels, and lets libraries allocate what they keep
+            for _ in range(2):  # compiles kernels, and lets libraries connect ranks and allocate what they keep
                 body()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._mode):
                 body()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
@@ -90,6 +96,7 @@ class _Decode:
     """Slots and positions of the rows."""
     replay: Replay
     logits_BV: torch.Tensor
+    """With `tokens_B` without rows on all ranks but the main one."""
     tokens_B: torch.Tensor
     hidden_BD: torch.Tensor | None
     slots: list[int] = field(default_factory=list)
@@ -150,7 +157,8 @@ class StepGraphs:
     def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Feed each slot's token at `positions`; a slot may have several. Return logits float32 `[B, V]`, greedy tokens
         int64 `[B]`, already appended to their sequences, with NO_TOKEN where none can be drawn, and the hidden states
-        `[B, D]` of `forward`, if they are kept. The next call overwrites all."""
+        `[B, D]` of `forward`, if they are kept. The next call overwrites all. On all ranks but the main one B is 0 in
+        logits and tokens."""
         size = next(size for size in self._decode_sizes if size >= len(slots))
         recording = self._decodes.get(size)
         if recording is None:
@@ -174,8 +182,9 @@ class StepGraphs:
         table = self._table
         rows_2B = torch.zeros(2, size, dtype=torch.int64, device=table.device)
         rows_2B[0] = table.scratch_slot
-        logits_BV = torch.zeros(size, self._model.vocab_size, dtype=torch.float32, device=table.device)
-        tokens_B = torch.zeros(size, dtype=torch.int64, device=table.device)
+        num_drawn = size if self._model.is_main else 0
+        logits_BV = torch.zeros(num_drawn, self._model.vocab_size, dtype=torch.float32, device=table.device)
+        tokens_B = torch.zeros(num_drawn, dtype=torch.int64, device=table.device)
         kept_BD: torch.Tensor | None = None
         if self._keeps_hidden:
             kept_BD = torch.zeros(size, self._model.hidden_size, dtype=self._model.dtype, device=table.device)
@@ -196,12 +205,12 @@ class StepGraphs:
             if kept_BD is not None:
                 kept_BD.copy_(hidden_BD)
             logits = self._model.logits(hidden_BD)
-            assert logits is not None  # one rank
-            logits_BV.copy_(logits)
-            greedy_B = logits_BV.argmax(-1)
-            # The last column of the table takes what a full sequence emits but never feeds.
-            table.token_ids[rows_2B[0], rows_2B[1] + 1] = greedy_B
-            tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
+            if logits is not None:
+                logits_BV.copy_(logits)
+                greedy_B = logits_BV.argmax(-1)
+                # The last column of the table takes what a full sequence emits but never feeds.
+                table.token_ids[rows_2B[0], rows_2B[1] + 1] = greedy_B
+                tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
             rows_2B[1] += rows_2B[0] != table.scratch_slot
 
         return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B, kept_BD)

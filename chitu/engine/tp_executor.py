@@ -42,9 +42,11 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """The message to the followers."""
 
     plan: StepPlan | None
-    """Plan to run; None if the instance shuts down, or if the order is about weights."""
+    """Plan to run; None if the instance shuts down, or if the order is another one."""
     weights: tuple[WeightsCall, str] | None = None
     """Call of the follower's `RankWeights`, with a path."""
+    record: bool | None = None
+    """Argument of the follower's `ModelRunner.record`."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,7 +98,10 @@ class TensorParallelExecutor:
         return self._runner.saved_keys
 
     def warmup(self) -> None:
-        run_warmup(self, self._runner.shapes)
+        shapes = self._runner.shapes
+        run_warmup(self, shapes)
+        self._group.send(_encoder.encode(StepOrder(None, record=shapes.samples)))
+        self._runner.record(shapes.samples)
 
     def close(self) -> None:
         """Shut down the followers and wait until they have received that order. One that hangs ends with this process,
@@ -180,6 +185,9 @@ def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weig
         order = step_decoder.decode(group.receive())
         if order.weights is not None and weights is not None:
             _call_weights(weights, group, *order.weights)
+            continue
+        if order.record is not None:
+            runner.record(order.record)
             continue
         if order.plan is None:
             lifeline.close()

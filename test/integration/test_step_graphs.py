@@ -3,12 +3,14 @@ same tensors, padded to the same buckets. On a GPU, `test/gpu` runs the same cas
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_checkpoints import Engine, chunks_of, expected_tokens, generate, make_prompt, write_checkpoint
+from thread_ranks import Ranks
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Offload, Restore, StepPlan
@@ -126,15 +128,42 @@ def test_the_last_token_of_a_full_sequence_overwrites_nothing(checkpoint):
     assert [outputs[0], outputs[1][:3]] == expected
 
 
-def test_recorded_prefills_with_the_kernels_of_the_gpu(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_recorded_prefills_with_the_kernels_of_the_gpu(num_ranks, tmp_path):
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.triton_ops import TritonOps
 
     reference = write_checkpoint(tmp_path, "qwen3", num_layers=1)
     recording = Recording(EagerRecorder(), decode_sizes=(1,), prefill_sizes=(72,))
-    engine = Engine(tmp_path, ops=TritonOps(4), recording=recording, max_model_len=128, num_slots=1)
+    options = {"recording": recording, "max_model_len": 128, "num_slots": 1}
+    if num_ranks == 1:
+        engine = Engine(tmp_path, ops=TritonOps(4), **options)
+    else:
+        engine = Ranks(tmp_path, num_ranks, ops=lambda: OneAtATime(TritonOps(4)), **options)
     prompt = make_prompt(70)
     assert generate(engine, [prompt], 2, chunk_size=70) == [expected_tokens(reference, prompt, 2)]
+    if num_ranks > 1:
+        engine.close()
+
+
+class OneAtATime:
+    """Operations of ranks that are threads, on an interpreter that takes one call at a time."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name):
+        found = getattr(self._ops, name)
+        if not callable(found):
+            return found
+
+        def call(*args, **kwargs):
+            with self._lock:
+                return found(*args, **kwargs)
+
+        return call
 
 
 def test_all_recordings_share_one_stream(monkeypatch):
@@ -157,7 +186,7 @@ def test_all_recordings_share_one_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _device: noted(None))
     monkeypatch.setattr(torch.cuda, "stream", noted)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=len))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: noted(stream))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, capture_error_mode: noted(stream))
     recorder, runs = CudaRecorder(device), []
     for number in range(5):
         recorder.record(lambda number=number: runs.append(number))

@@ -3,6 +3,7 @@ reaches the followers before the tokens that it feeds exist. Ranks are threads h
 
 from __future__ import annotations
 
+import inspect
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 from engine_checkpoints import VOCAB_SIZE, GreedySampler, chunks_of, make_prompt, write_checkpoint
 from support.executors import LateExecutor, LateStep
-from test_overlap_engine import NUM_PAGES, NUM_SLOTS, compare, mixed_requests, serve_by
+from test_overlap_engine import DECODES, NUM_PAGES, NUM_SLOTS, compare, mixed_requests, serve_by
 from thread_ranks import Ranks, ThreadRank
 
 from chitu.engine.executor import CopyPage, StepPlan
 from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.errors import Internal
 from chitu.ops.torch_ops import TorchOps
 
@@ -50,14 +52,14 @@ def served(folder: Path, requests: list[Any], size: int, overlap: bool, recordin
         return devices[0]
 
     sampler = Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
-    options: dict[str, Any] = {"num_slots": NUM_SLOTS, "max_model_len": 128, "ops": TorchOps()}
+    options: dict[str, Any] = {"num_slots": NUM_SLOTS, "max_model_len": 128, "ops": TorchOps}
     ranks = Ranks(folder, size, NUM_PAGES, sampler=sampler, recording=recording, main=late, **options)
     found = serve_by(ranks.runner, requests, overlap)
     ranks.close()
     return found, devices[0].ahead, ranks.meeting.calls
 
 
-@pytest.mark.parametrize("recording", [None])
+@pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
 @pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")
 def test_tokens_are_those_without_overlap_and_no_launch_waits(checkpoint: Any, size: int, recording: Any) -> None:
     folder, reference = checkpoint
@@ -75,6 +77,9 @@ class KeepsLogits(GreedySampler):
         super().__init__()
         self.rows: list[torch.Tensor] = []
 
+    def is_greedy(self, slots: list[int]) -> bool:
+        return False
+
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
         self.rows += logits.clone()
         return super().sample(logits, slots)
@@ -83,7 +88,7 @@ class KeepsLogits(GreedySampler):
 def logits_of(folder: Path, ahead: bool, rank: Any = ThreadRank) -> torch.Tensor:
     """Return the logits of two prompts and their decodes, each step launched before the last one is read, or after."""
     sampler = KeepsLogits()
-    ranks = Ranks(folder, 2, sampler=sampler, ops=TorchOps(), main=Device, rank=rank)
+    ranks = Ranks(folder, 2, sampler=sampler, ops=TorchOps, main=Device, rank=rank)
     prompts = [make_prompt(20), make_prompt(37, seed=4)]
     admit = [ranks.admit(slot, prompt, 64) for slot, prompt in enumerate(prompts)]
     chunks = [next(chunks_of(slot, len(prompt), 64, sample=True)) for slot, prompt in enumerate(prompts)]
@@ -123,7 +128,7 @@ def test_logits_are_those_of_steps_that_are_read_first_and_a_lost_token_shows_in
 def test_a_follower_that_lacks_a_token_says_so_in_the_next_step(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Ranks(checkpoint[0], 2, ops=TorchOps())
+    ranks = Ranks(checkpoint[0], 2, ops=TorchOps)
     monkeypatch.setattr(ranks.runners[1]._slots, "append_tokens", lambda slots, tokens: None)
     prompt = make_prompt(20)
     ranks.runner.execute(StepPlan(admit=[ranks.admit(0, prompt, 64)], prefill=list(chunks_of(0, 20, 64, sample=True))))
@@ -135,9 +140,50 @@ def test_a_follower_that_lacks_a_token_says_so_in_the_next_step(
 
 def test_ranks_meet_behind_copies_of_pages(checkpoint: Any) -> None:
     """What a slower rank still copies must not be announced when the main rank is done."""
-    ranks = Ranks(checkpoint[0], 2, ops=TorchOps())
+    ranks = Ranks(checkpoint[0], 2, ops=TorchOps)
     ranks.runner.execute(StepPlan(admit=[ranks.admit(0, make_prompt(20), 64)]))
     source, target = ranks.pages(32)
     ranks.runner.execute(StepPlan(copy=[CopyPage(0, source, target)]))
     assert ranks.meeting.calls == [[("all_reduce", (1,))]] * 2
     ranks.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_ranks_record_the_same_steps_and_replays_give_the_logits_of_launches(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    eager, _ = logits_and_recorded(tmp_path, None)
+    recorded, steps = logits_and_recorded(tmp_path, Recording(Notes(), decode_sizes=(1, 2, 4), prefill_sizes=()))
+    assert len(eager) == 2 + 6 * 2 + 3 and (eager - recorded).abs().max() <= 1e-5 * eager.abs().max()
+    assert set(steps) == {1, 2, 4} and all(steps.count(size) % 2 == 0 for size in steps), "ranks record other steps"
+
+
+class Notes(EagerRecorder):
+    """Notes the rows of each recording."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def record(self, body: Any) -> Any:
+        batch = inspect.getclosurevars(body).nonlocals["batch"]
+        self.rows.append(len(batch.decode_slots))
+        return super().record(body)
+
+
+def logits_and_recorded(folder: Path, recording: Recording | None) -> tuple[torch.Tensor, list[int]]:
+    """Return the logits of two prompts and their decodes, with one and with both, and the rows of each recording."""
+    sampler = KeepsLogits()
+    options: dict[str, Any] = {"num_slots": 4, "max_model_len": 128}
+    ranks = Ranks(folder, 2, sampler=sampler, ops=TorchOps, recording=recording, **options)
+    ranks.runner.warmup()
+    sampler.rows.clear()
+    prompts = [make_prompt(20), make_prompt(37, seed=4)]
+    admit = [ranks.admit(slot, prompt, 64) for slot, prompt in enumerate(prompts)]
+    chunks = [next(chunks_of(slot, len(prompt), 64, sample=True)) for slot, prompt in enumerate(prompts)]
+    ranks.runner.execute(StepPlan(admit=admit, prefill=chunks))
+    for slots in [[0, 1]] * 6 + [[1]] * 3:
+        ranks.runner.execute(StepPlan(decode=slots))
+    ranks.close()
+    calls = ranks.meeting.calls
+    assert calls[0] == calls[1]
+    rows = recording.recorder.rows if recording is not None else []  # type: ignore[attr-defined]
+    return torch.stack(sampler.rows), rows

@@ -105,13 +105,13 @@ class Ranks:
         mtp_tokens: int = 1,
         num_slots: int = 8,
         max_model_len: int = 1024,
-        ops: Ops | None = None,
+        ops: Callable[[], Ops] | None = None,
         recording: Recording | None = None,
         main: Callable[[ModelRunner], Any] = lambda runner: runner,
         rank: Callable[[Meeting, int], ThreadRank] = ThreadRank,
     ) -> None:
         """Load the model on every rank. `sampler` replaces argmax on the main rank. `main` puts something around its
-        runner, `rank` makes each rank. All else: as of `Engine`."""
+        runner, `rank` makes each rank, and `ops` the operations of each. All else: as of `Engine`."""
         self._mtp_tokens, self._num_slots, self._max_model_len = mtp_tokens, num_slots, max_model_len
         self._ops, self._recording = ops, recording
         self._window_state = window_state
@@ -143,7 +143,7 @@ class Ranks:
             path,
             "float32",
             max_model_len=self._max_model_len,
-            ops=self._ops,
+            ops=self._ops() if self._ops is not None else None,
             shard=rank,
             adapters=self._adapters,
             window_state=self._window_state,
