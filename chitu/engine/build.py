@@ -349,12 +349,14 @@ def _assemble(
     path, num_slots = topology.model.path, topology.scheduler.max_running_requests
     # Without state: the rows of a padded batch would need state rows of their own. The attention of `models/generic`
     # would read the longest sequence's pages. Sparse attention reads as many positions as the longest sequence has.
-    # Spread experts exchange rows of any number.
+    # Whether rows have adapters, members that share experts do not tell each other.
     is_sparse = spec.latent is not None and spec.latent.index is not None
-    is_own = spec.code == "own" and not is_sparse and experts is None
+    is_own = spec.code == "own" and not is_sparse and not (experts is not None and target.adapters)
     is_recorded, recording = device.type == "cuda" and not layout.state and is_own, None
     if is_recorded:
-        recording = Recording.of(CudaRecorder(device, group is not None), computes_prompts(topology, role))
+        has_members = experts is not None and experts.has_members  # then steps with prompts exchange by all_to_all
+        recorder = CudaRecorder(device, has_ranks=group is not None or has_members)
+        recording = Recording.of(recorder, computes_prompts(topology, role) and not has_members)
     pool = KVPool(
         layout,
         plan.num_pages,
@@ -380,7 +382,7 @@ def _assemble(
         sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids)
     longest = _longest(target, plan.num_pages)
     prompts = warmup_prompts(
-        topology, target.instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0
+        topology, target.instance, spec, device, max(recording.prefill_sizes, default=0) if recording is not None else 0
     )
     mtp_tokens = topology.scheduler.mtp_tokens
     steps = recording, prompts, mtp_tokens, decodes, experts

@@ -9,13 +9,17 @@ Two exchanges do the same. *gather* sends all rows to all ranks, padded to the l
 and two calls. *all_to_all* sends a row only to ranks that have one of its experts, and counts first: fewer bytes and
 three calls. Steps with prompt tokens take the latter. Padding is never computed, whatever it holds.
 
+A recorded step is a gather in which all ranks have the rows of one bucket. What its rows are is known on the device
+alone: pairs of other ranks, and those of rows that only pad the bucket, are of nobody here (`Ops.mixture`).
+
 Shapes: T rows of this rank, G rows that it got, A experts of a row, D hidden size. Called by the layers, on the step
 thread. Invariant: all ranks make the same calls in the same order, those of a step behind `begin` with equal sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
@@ -84,6 +88,12 @@ class ExpertGroup:
         self._way = way
         self._rank, self._size = (links.rank, links.size) if links is not None else (0, 1)
         self._sizes: Sequence[StepSizes] = ()
+        self._real_T: torch.Tensor | None = None
+
+    @property
+    def has_members(self) -> bool:
+        """Whether rows move to other members."""
+        return self._links is not None
 
     def own(self, num_experts: int) -> range:
         return self._held_by(self._rank, num_experts)
@@ -96,9 +106,23 @@ class ExpertGroup:
         """Begin a step in which the members compute rows of these sizes."""
         self._sizes = sizes
 
+    @contextmanager
+    def recorded(self, real_T: torch.Tensor) -> Iterator[None]:
+        """Compute a forward for a recording, in which all members have as many rows. `real_T`: bool, those that do not
+        pad."""
+        self._real_T = real_T
+        try:
+            yield
+        finally:
+            self._real_T = None
+
     def own_part(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
         own = self.own(num_experts)
         place_TA = routes.experts_TA - own.start
+        if self._real_T is not None:
+            is_own_TA = (place_TA >= 0) & (place_TA < len(own))
+            place_TA = place_TA.masked_fill(~is_own_TA, len(own))
+            return compute(x_TD, Routes(place_TA, routes.weights_TA.masked_fill(~is_own_TA, 0)))
         row_P, at_P = ((place_TA >= 0) & (place_TA < len(own))).nonzero(as_tuple=True)
         if not row_P.shape[0]:
             return torch.zeros_like(x_TD)
@@ -106,8 +130,14 @@ class ExpertGroup:
         return _added(compute(x_TD[row_P].contiguous(), pairs), row_P, x_TD)
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, num_experts: int, compute: Compute) -> torch.Tensor:
+        if self._real_T is not None:
+            nobody_TA = routes.experts_TA.masked_fill(~self._real_T.unsqueeze(1), num_experts)
+            routes = Routes(nobody_TA, routes.weights_TA)
         if self._links is None:
             return self.own_part(x_TD, routes, num_experts, compute)
+        if self._real_T is not None:
+            got = _unpacked(self._links.all_gather(_packed(x_TD, routes)), x_TD.shape[1], routes)
+            return self._links.reduce_scatter(self.own_part(*got, num_experts, compute))
         if len(self._sizes) != self._size or self._sizes[self._rank].rows != x_TD.shape[0]:
             raise Internal(f"{x_TD.shape[0]} rows of member {self._rank} in a step of a group with {self._sizes}")
         has_prompts = any(each.prompt_rows for each in self._sizes)

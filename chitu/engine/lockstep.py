@@ -80,6 +80,13 @@ class Bells(Protocol):
     def close(self) -> None: ...
 
 
+class RecordingExecutor(Executor, Protocol):
+    def record(self, is_decoding: bool) -> None:
+        """Record the steps that are recorded; those that decode only if `is_decoding`. Collective among all ranks that
+        have a part in them."""
+        ...
+
+
 @dataclass(slots=True)
 class TurnCounts:
     computed: int = 0
@@ -91,7 +98,9 @@ class TurnCounts:
 class LockstepExecutor:
     """An `Executor`, and the `Lockstep` of its instance. `inner` computes with the member's own ranks."""
 
-    def __init__(self, inner: Executor, shapes: Shapes, agreement: Agreement, bells: Bells, wave: Wave) -> None:
+    def __init__(
+        self, inner: RecordingExecutor, shapes: Shapes, agreement: Agreement, bells: Bells, wave: Wave
+    ) -> None:
         self._inner = inner
         self._shapes = shapes
         self._agreement = agreement
@@ -160,7 +169,10 @@ class LockstepExecutor:
         return self._inner.saved_keys
 
     def warmup(self) -> None:
-        """Run every shape once. Members that are done before others lend to them."""
+        """Record the steps, at the same place on all members, then run every shape once. Members that are done before
+        others lend to them."""
+        with explaining():
+            self._inner.record(self._shapes.samples)
         run_warmup(self, self._shapes)
 
     def close(self) -> None:
@@ -197,7 +209,7 @@ class GroupAgreement:
 
 
 def join_lockstep(
-    inner: Executor, shapes: Shapes, group: dist.ProcessGroup, wake: Callable[[], None], address: str = ""
+    inner: RecordingExecutor, shapes: Shapes, group: dist.ProcessGroup, wake: Callable[[], None], address: str = ""
 ) -> LockstepExecutor:
     """Return the executor of a member. Collective. `group`: the main ranks of all members, on CPUs; its timeout bounds
     how long a member may keep the others waiting. `wake` wakes the step thread. `address`: of this machine, at which

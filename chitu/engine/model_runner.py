@@ -120,7 +120,7 @@ class ModelRunner:
         if recording is not None:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
-            self._graphs = StepGraphs(model, self._slots, pool, recording, spec.has_draft_layer)
+            self._graphs = StepGraphs(model, self._slots, pool, recording, spec.has_draft_layer, experts)
         self._mtp: MtpDrafts | None = None
         if spec.has_draft_layer:
             if not isinstance(model, DecoderModel):
@@ -132,6 +132,8 @@ class ModelRunner:
         self._experts = experts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
+        self._least_rows: int | None = None
+        """Rows that a recording must have in the step that is being launched (`_recorded_rows`)."""
         self._drafts: dict[int, tuple[int, ...]] = {}
         """Drafts of the step that is being launched, by slot."""
         self._failures: dict[int, str] = {}
@@ -243,6 +245,7 @@ class ModelRunner:
         self._forwarded = []
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
+        self._least_rows = self._recorded_rows(plan)
         if self._experts is not None:
             self._experts.begin(plan.sizes)
         for offload in plan.offload:
@@ -277,7 +280,10 @@ class ModelRunner:
                 tokens.append(drawn.tokens_N)
                 slots.extend(drawn.slots)
         if plan.sizes and not (plan.prefill or plan.decode):
-            self._model.lend()
+            if self._graphs is not None and self._least_rows:
+                self._graphs.decode([], [], self._least_rows)
+            else:
+                self._model.lend()
         if not tokens:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
@@ -335,15 +341,24 @@ class ModelRunner:
             if not known or not 0 <= min(draft.tokens) <= max(draft.tokens) < self._spec.vocab_size:
                 raise Internal(f"a draft of {len(draft.tokens)} tokens for slot {draft.slot} is impossible: {draft}")
 
+    def _recorded_rows(self, plan: StepPlan) -> int | None:
+        """Return the least rows of a recording of this step's decodes: those of the member with most rows; 0 if no
+        other member has a part in it. None if the step is not recorded. All members of a group return the same."""
+        if self._graphs is None or not plan.sizes:
+            return None if self._graphs is None else 0
+        most = max(each.decode_rows for each in plan.sizes)
+        has_prompts = any(each.prompt_rows for each in plan.sizes)
+        return None if has_prompts or most > self._graphs.most_decode_rows else most
+
     def _num_rows(self, decoding: Sequence[int]) -> int:
         """Return how many rows these slots decode."""
         num_drafted = sum(len(self._drafts.get(slot, ())) for slot in decoding) if self._drafts else 0
         return len(decoding) + num_drafted
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
-        """Return what is computed together, in the order of the plan: everything; or if steps are recorded, chunks,
+        """Return what is computed together, in the order of the plan: everything; or if the step is recorded, chunks,
         decodes, and decodes from the first one with a LoRA adapter on, which no recording has."""
-        if self._graphs is None:
+        if self._least_rows is None:
             return [(plan.prefill, plan.decode)] if plan.prefill or plan.decode else []
         first = len(plan.decode)
         if self._slots.has_adapter(plan.decode):
@@ -364,7 +379,8 @@ class ModelRunner:
 
         `first_place`: index of the first of them among the step's tokens.
         """
-        if self._graphs is not None and decoding and self._is_recorded(self._graphs, decoding):
+        is_recorded = self._least_rows is not None and decoding
+        if is_recorded and self._graphs is not None and self._is_recorded(self._graphs, decoding):
             return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -414,7 +430,8 @@ class ModelRunner:
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
     ) -> tuple[torch.Tensor, list[int], int]:
         """Return the hidden states of all rows, the last row of each chunk, and the first row of the decodes."""
-        if self._graphs is not None and self._graphs.fits(chunks) and not self._has_adapter(chunks):
+        is_recorded = self._least_rows is not None and not self._has_adapter(chunks)
+        if is_recorded and self._graphs is not None and self._graphs.fits(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
             self._note_forward(hidden_TD, spans, ())
@@ -448,7 +465,7 @@ class ModelRunner:
         rows, positions = slots, self._slots.advance_decode(slots)
         if any(slot in self._drafts for slot in slots):
             rows, positions = self._slots.with_drafts(slots, positions, self._drafts)
-        logits_BV, greedy_B, hidden_BD = graphs.decode(rows, positions)
+        logits_BV, greedy_B, hidden_BD = graphs.decode(rows, positions, self._least_rows or 0)
         if hidden_BD is not None:
             self._note_forward(hidden_BD, (), rows)
         if not self._model.is_main:

@@ -22,6 +22,7 @@ import torch
 
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
+from chitu.engine.expert_group import ExpertGroup
 from chitu.engine.sampling_ops import is_sound, marked
 from chitu.models.model import KVViews, Model
 from chitu.ops.cuda_device import on_stream
@@ -32,6 +33,7 @@ Replay = Callable[[], None]
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
 """Buckets in rows. Longer prefills are bound by arithmetic; recording them would save nothing."""
+NO_SLOT = -1
 SPARE_TILES = 8
 """Tiles beyond the full ones in a prefill recording: so many spans fit it, however they are cut."""
 
@@ -115,7 +117,8 @@ class _Prefill:
 
 
 class StepGraphs:
-    """The recordings of one model. `slots` must have a scratch slot. `keeps_hidden`: decodes give hidden states."""
+    """The recordings of one model. `slots` must have a scratch slot. `keeps_hidden`: decodes give hidden states.
+    `experts`: the ranks among which experts are spread."""
 
     def __init__(
         self,
@@ -124,12 +127,14 @@ class StepGraphs:
         cache: KVViews,
         recording: Recording,
         keeps_hidden: bool = False,
+        experts: ExpertGroup | None = None,
     ) -> None:
         self._model = model
         self._table = slots
         self._cache = cache
         self._recorder = recording.recorder
         self._keeps_hidden = keeps_hidden
+        self._experts = experts
         self._decode_sizes = [size for size in recording.decode_sizes if size < slots.num_slots] + [slots.num_slots]
         self._prefill_sizes = list(recording.prefill_sizes)
         self._decodes: dict[int, _Decode] = {}
@@ -154,12 +159,16 @@ class StepGraphs:
         """Rows of the largest recording of decodes."""
         return self._decode_sizes[-1]
 
-    def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Feed each slot's token at `positions`; a slot may have several. Return logits float32 `[B, V]`, greedy tokens
-        int64 `[B]`, already appended to their sequences, with NO_TOKEN where none can be drawn, and the hidden states
-        `[B, D]` of `forward`, if they are kept. The next call overwrites all. On all ranks but the main one B is 0 in
-        logits and tokens."""
-        size = next(size for size in self._decode_sizes if size >= len(slots))
+    def decode(
+        self, slots: list[int], positions: list[int], least_rows: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Feed each slot's token at `positions`; a slot may have several. Replay at least `least_rows`.
+
+        Return logits float32 `[B, V]`, greedy tokens int64 `[B]`, already appended to their sequences, with NO_TOKEN
+        where none can be drawn, and the hidden states `[B, D]` of `forward`, if they are kept. The next call overwrites
+        all. On all ranks but the main one B is 0 in logits and tokens.
+        """
+        size = next(size for size in self._decode_sizes if size >= max(len(slots), least_rows))
         recording = self._decodes.get(size)
         if recording is None:
             recording = self._decodes[size] = self._record_decode(size)
@@ -176,7 +185,7 @@ class StepGraphs:
     def forget_rows(self) -> None:
         """Forget the host copies of the rows after a replay that raised: the state on the device is unknown."""
         for recording in self._decodes.values():
-            recording.slots = []
+            recording.slots = [NO_SLOT]
 
     def _record_decode(self, size: int) -> _Decode:
         table = self._table
@@ -201,7 +210,7 @@ class StepGraphs:
         )
 
         def body() -> None:
-            hidden_BD = self._model.forward(table.token_ids[rows_2B[0], rows_2B[1]], batch, self._cache)
+            hidden_BD = self._forward(batch)
             if kept_BD is not None:
                 kept_BD.copy_(hidden_BD)
             logits = self._model.logits(hidden_BD)
@@ -260,10 +269,17 @@ class StepGraphs:
         )
 
         def body() -> None:
-            token_ids_T = table.token_ids[rows_2T[0], rows_2T[1]]
-            hidden_TD.copy_(model.forward(token_ids_T, batch, self._cache))
+            hidden_TD.copy_(self._forward(batch))
 
         return _Prefill(rows_2T, tiles_Y4, self._recorder.record(body), hidden_TD)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the rows of a recording."""
+        token_ids_T = self._table.token_ids[batch.slots_T, batch.positions_T]
+        if self._experts is None:
+            return self._model.forward(token_ids_T, batch, self._cache)
+        with self._experts.recorded(batch.slots_T != self._table.scratch_slot):
+            return self._model.forward(token_ids_T, batch, self._cache)
 
     def _upload(self, values: list[list[int]]) -> torch.Tensor:
         """Return a host tensor, pinned on CUDA: a copy then does not wait, and torch keeps it until the copy ran."""

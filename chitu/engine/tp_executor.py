@@ -100,8 +100,11 @@ class TensorParallelExecutor:
     def warmup(self) -> None:
         shapes = self._runner.shapes
         run_warmup(self, shapes)
-        self._group.send(_encoder.encode(StepOrder(None, record=shapes.samples)))
-        self._runner.record(shapes.samples)
+        self.record(shapes.samples)
+
+    def record(self, is_decoding: bool) -> None:
+        self._group.send(_encoder.encode(StepOrder(None, record=is_decoding)))
+        self._runner.record(is_decoding)
 
     def close(self) -> None:
         """Shut down the followers and wait until they have received that order. One that hangs ends with this process,

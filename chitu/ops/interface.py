@@ -198,7 +198,8 @@ class Ops(Protocol):
         ...
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
-        """Return the weighted sum of the results of each row's experts, `[T, D]`, a new tensor."""
+        """Return the weighted sum of the results of each row's experts, `[T, D]`, a new tensor. A pair of expert
+        `num_experts` is of nobody here: it has weight 0, and no part in the sum, whatever is in the row."""
         ...
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

@@ -359,6 +359,9 @@ class NativeOps(Ops):
         per_row = routes.experts_TA.shape[1]
         y_RD = x_TD.new_empty(routes.experts_TA.numel(), x_TD.shape[1])
         for expert, pairs in rows_by_expert(routes, experts.num_experts):
+            if expert == experts.num_experts:
+                y_RD[pairs] = 0
+                continue
             y_RD[pairs] = self.linear(
                 self.gate_up(x_TD[pairs // per_row], experts.gate_up[expert]), experts.down[expert]
             )

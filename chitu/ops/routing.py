@@ -52,7 +52,8 @@ def _within_the_best_groups(scores_TE: torch.Tensor, rule: RoutingRule) -> torch
 
 
 def rows_by_expert(routes: Routes, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each expert with rows and its pairs (indices of `experts_TA.flatten()`, rising). Waits for the device."""
+    """Yield each expert with rows and its pairs (indices of `experts_TA.flatten()`, rising); at last `num_experts` with
+    the pairs of nobody, if there are any. Waits for the device."""
     expert_R = routes.experts_TA.flatten()
     order_R = expert_R.argsort(stable=True)
     start = 0

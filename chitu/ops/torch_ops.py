@@ -111,19 +111,23 @@ class TorchOps(PlainOps):
             return self._mixture_without_a_wait(x_TD, routes, own)
         y_RD = x_TD.new_empty(routes.experts_TA.numel(), x_TD.shape[1])
         for expert, pairs in rows_by_expert(routes, own.num_experts):
+            if expert == own.num_experts:
+                y_RD[pairs] = 0
+                continue
             gate, up = F.linear(x_TD[pairs // per_row], own.gate_up_EGD[expert]).chunk(2, dim=-1)
             y_RD[pairs] = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
         return weighted_sum(y_RD, routes)
 
     def _mixture_without_a_wait(self, x_TD: torch.Tensor, routes: Routes, own: StackedExperts) -> torch.Tensor:
         """Pass every row through every expert, since only the device knows which are needed: correct but slow."""
-        shares_TE = torch.zeros(x_TD.shape[0], own.num_experts, dtype=torch.float32, device=x_TD.device)
+        shares_TE = torch.zeros(x_TD.shape[0], own.num_experts + 1, dtype=torch.float32, device=x_TD.device)
         shares_TE.scatter_(1, routes.experts_TA, routes.weights_TA)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         for expert in range(own.num_experts):
             gate, up = F.linear(x_TD, own.gate_up_EGD[expert]).chunk(2, dim=-1)
             y_TD = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
-            out_TD.addcmul_(y_TD.float(), shares_TE[:, expert : expert + 1])
+            share_T1 = shares_TE[:, expert : expert + 1]
+            out_TD.add_(torch.where(share_T1 != 0, y_TD.float() * share_T1, 0))
         return out_TD.to(x_TD.dtype)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

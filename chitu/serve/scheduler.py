@@ -249,8 +249,9 @@ def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, wake
         return None
     from chitu.engine.lockstep import join_lockstep
     from chitu.engine.model_runner import ModelRunner
+    from chitu.engine.tp_executor import TensorParallelExecutor
 
-    assert isinstance(rank.runner, ModelRunner)
+    assert isinstance(rank.runner, ModelRunner) and isinstance(executor, ModelRunner | TensorParallelExecutor)
     hosts = instance.config.hosts
     address = address_towards(hosts[0]) if len(hosts) > 1 else ""
     return join_lockstep(executor, rank.runner.shapes, rank.members.turns, waker.wake, address)

@@ -101,6 +101,42 @@ def test_a_row_is_computed_alike_in_any_company(ops):
     torch.testing.assert_close(whole[5:7], part, rtol=2e-6, atol=2e-6)
 
 
+@pytest.fixture
+def unwritten(monkeypatch):
+    """Fill new memory of floats with NaN."""
+    original = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **kind):
+        found = original(self, *size, **kind)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pairs_of_nobody_have_no_part_and_what_they_would_read_is_not_read(ops, waits, unwritten):
+    """As on a rank that has experts 2 to 4 of 7, for rows of which some only pad a batch."""
+    torch.manual_seed(5)
+    rows, first, num_experts = 21, 2, 3
+    gate_up, down = random_experts(7, 48, 40)
+    x, routes = torch.randn(rows, 48), random_routes(rows, 7, 3)
+    place_TA = routes.experts_TA - first
+    is_own_TA = (place_TA >= 0) & (place_TA < num_experts)
+    is_own_TA[[4, 20]] = False
+    expected = REFERENCE.mixture(
+        x, Routes(routes.experts_TA, routes.weights_TA * is_own_TA), REFERENCE.prepare_experts(gate_up, down)
+    )
+    x[[4, 20]] = float("nan")
+    own = Routes(place_TA.masked_fill(~is_own_TA, num_experts), routes.weights_TA * is_own_TA)
+    experts = ops.prepare_experts(gate_up[2:5], down[2:5])
+    if waits or not isinstance(ops, TorchOps):
+        found = ops.mixture(x, own, experts)
+    else:
+        found = ops._mixture_without_a_wait(x, own, stacked(experts))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert is_own_TA.any(1).sum() > 10 and not found[[4, 20]].any()
+
+
 def test_without_a_wait_for_the_device_the_result_is_the_same():
     torch.manual_seed(4)
     ops = TorchOps()

@@ -17,19 +17,22 @@ from support.lockstep import Table
 from thread_ranks import Meeting, NoLifeline, ThreadRank
 
 from chitu.engine.build import load_model
-from chitu.engine.executor import Executor, StepHandle, StepPlan
+from chitu.engine.executor import StepHandle, StepPlan
 from chitu.engine.expert_group import ExpertGroup, Way
-from chitu.engine.lockstep import Turn
+from chitu.engine.lockstep import RecordingExecutor, Turn
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.step_graphs import Recording
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
+from chitu.ops.torch_ops import TorchOps
 
 PATIENCE_S = 60.0
 NUM_SLOTS = 8
+MAX_MODEL_LEN = 128
 NEVER = 1 << 30
 """Step of a member that is done."""
 
@@ -43,7 +46,9 @@ class ThreadLinks:
 
     def all_gather(self, x_RC: torch.Tensor) -> torch.Tensor:
         self.bytes_sent += (self.size - 1) * x_RC.nbytes
-        return torch.cat(self.meeting.gather(self.rank, x_RC))
+        found = self.meeting.gather(self.rank, x_RC)
+        assert {each.shape for each in found} == {x_RC.shape}, "the members have unlike numbers of rows"
+        return torch.cat(found)
 
     def reduce_scatter(self, x_RC: torch.Tensor) -> torch.Tensor:
         self.bytes_sent += (self.size - 1) * x_RC.nbytes // self.size
@@ -65,6 +70,10 @@ class RowsBySlot(GreedySampler):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int, torch.Tensor]] = []
+
+    def is_greedy(self, slots: list[int]) -> bool:
+        """Draw from logits also behind a recording, which has argmax in it."""
+        return False
 
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
         self.rows += zip(slots, logits.clone(), strict=True)
@@ -143,18 +152,23 @@ class Member:
             model = load_model(
                 wide.path,
                 "float32",
-                max_model_len=1024,
+                max_model_len=MAX_MODEL_LEN,
                 shard=shard if wide.tp_size > 1 else None,
                 adapters=wide.adapters,
                 spread=experts,
+                ops=TorchOps() if wide.recording is not None else None,
             )
             layout = kv_layout(wide.spec, PAGE_SIZE, "float32", wide.tp_size, model_hash(wide.path), "float32")
             layout = msgspec.structs.replace(layout, adapters=hashes_of(wide.adapters))
             self.models.append(model)
-            self.pools.append(KVPool(layout, 256, 0 if shard.rank else 8, num_state_slots=NUM_SLOTS + 1))
-            sampler = None if shard.rank else self.sampler
-            runners.append(ModelRunner(wide.spec, model, self.pools[-1], NUM_SLOTS, 1024, sampler, experts=experts))
-        inner: Executor = runners[0]
+            num_aux, has_scratch = 0 if shard.rank else 8, wide.recording is not None
+            pool = KVPool(layout, 256, num_aux, has_scratch=has_scratch, num_state_slots=NUM_SLOTS + 1)
+            self.pools.append(pool)
+            sampler, recording = None if shard.rank else self.sampler, wide.recording
+            sizes = NUM_SLOTS, MAX_MODEL_LEN
+            runners.append(ModelRunner(wide.spec, model, pool, *sizes, sampler, recording, experts=experts))
+        self.runners = runners
+        inner: RecordingExecutor = runners[0]
         self._followers = []
         if wide.tp_size > 1:
             inner = TensorParallelExecutor(runners[0], shards[0], ProcessWatch([]))
@@ -202,11 +216,17 @@ class WideRanks:
     """All members."""
 
     def __init__(
-        self, path: Path, dp_size: int, tp_size: int = 1, way: Way = "auto", adapted: Adapted | None = None
+        self,
+        path: Path,
+        dp_size: int,
+        tp_size: int = 1,
+        way: Way = "auto",
+        adapted: Adapted | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        """`adapted`: LoRA adapters, and the slots that have one."""
-        self.path, self.tp_size, self.way = path, tp_size, way
-        self.spec = read_model_spec(path, 1024)
+        """`adapted`: LoRA adapters, and the slots that have one. `recording`: how steps are recorded, if they are."""
+        self.path, self.tp_size, self.way, self.recording = path, tp_size, way, recording
+        self.spec = read_model_spec(path, MAX_MODEL_LEN)
         self.adapters = read_adapters(adapted.adapters, self.spec, path) if adapted is not None else []
         self.chosen = adapted.chosen if adapted is not None else {}
         self.meetings = [Meeting(dp_size) for _ in range(tp_size)]

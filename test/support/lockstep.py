@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from chitu.engine.executor import Executor, Shapes
-from chitu.engine.lockstep import LockstepExecutor, Turn
+from chitu.engine.executor import Shapes
+from chitu.engine.lockstep import LockstepExecutor, RecordingExecutor, Turn
 from chitu.engine.waves import Wave
 
 PATIENCE_S = 30.0
@@ -32,7 +32,7 @@ class Table:
         self._barrier.wait()  # the next turn needs all members, so `_turns` stays until all have read it
         return self._turns
 
-    def join(self, rank: int, inner: Executor, shapes: Shapes = NO_SHAPES) -> LockstepExecutor:
+    def join(self, rank: int, inner: RecordingExecutor, shapes: Shapes = NO_SHAPES) -> LockstepExecutor:
         """Return the executor of a member."""
         return LockstepExecutor(inner, shapes, _Seat(self, rank), _Bells(self.waves, rank), self.waves[rank])
 

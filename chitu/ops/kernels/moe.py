@@ -2,8 +2,8 @@
 one expert's pairs, and the weighted sum of each row's results in the order of its experts.
 
 Nothing waits for the device and no size depends on the routing, so a step with it can be recorded: there are as many
-tiles as the worst routing needs, and unneeded tiles end at once. A row's result depends only on the row and the size
-class of the batch. Called by `triton_ops.py` on the step thread.
+tiles as the worst routing needs, and unneeded tiles end at once. Pairs of nobody (`Ops.mixture`) get no tile. A row's
+result depends only on the row and the size class of the batch. Called by `triton_ops.py` on the step thread.
 
 Experts of e4m3 have scales, which are used as in `small_linear.py`.
 
@@ -149,14 +149,16 @@ def _grouped_product(
 
 @triton.jit
 def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constexpr):
-    """Program (row, columns): the weighted sum of the row's pairs."""
+    """Program (row, columns): the weighted sum of the row's pairs. One of weight 0 may be of nobody: its row of `y` was
+    never written."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for index in range(per_row):
         pair = row * per_row + index
+        weight = tl.load(weights_ptr + pair)
         y = tl.load(y_ptr + pair * width + c, mask=c < width, other=0.0).to(tl.float32)
-        total += y * tl.load(weights_ptr + pair)
+        total += tl.where(weight == 0, 0.0, y * weight)
     tl.store(out_ptr + row * width + c, total.to(out_ptr.dtype.element_ty), mask=c < width)
 
 
