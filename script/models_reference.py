@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "test"))
@@ -47,7 +47,7 @@ class OneOfTwo:
     def gather_columns(self, x_RC: torch.Tensor, widths: object) -> torch.Tensor:
         raise NotImplementedError
 
-    def broadcast(self, x: torch.Tensor) -> None:
+    def broadcast(self, x: torch.Tensor) -> NoReturn:
         raise NotImplementedError
 
 

@@ -36,7 +36,7 @@ from chitu.engine.expert_group import ExpertGroup
 from chitu.engine.mtp import Forwarded, MtpDrafts
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
-from chitu.engine.shared_draws import share_draws
+from chitu.engine.shared_draws import SharedDraws, share_draws
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import (
     ROWS_AT_ONCE,
@@ -126,6 +126,8 @@ class ModelRunner:
             if not isinstance(model, DecoderModel):
                 raise Internal("a layer that drafts is computed by our own code only")
             self._mtp = MtpDrafts(self._slots, model.hidden_size, model.dtype, mtp_tokens)
+        self._draws: SharedDraws | None = None
+        """What the main rank drew in the last step, which may still be on its way."""
         self._forwarded: list[Forwarded] = []
         """Forwards of the step that is being launched, before the final norm, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
@@ -191,6 +193,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
+            self._take_draws()
             slots, tokens_N, lines = self._launch(plan, on_layer)
             drawn = slots if self._model.shard is None else self._share(self._model.shard, plan, slots, tokens_N)
             guesses = self._guess(self._mtp, plan, drawn, on_layer) if self._mtp is not None else None
@@ -291,20 +294,29 @@ class ModelRunner:
     def _share(
         self, shard: Shard, plan: StepPlan, slots: Sequence[int], tokens_N: torch.Tensor | None
     ) -> Sequence[int]:
-        """Append what the main rank drew on every other rank, too. Return its slots. `slots`, `tokens_N`: of the main
+        """Give what the main rank drew to every other rank, too. Return its slots. `slots`, `tokens_N`: of the main
         rank."""
         if plan.copy or plan.copy_state:
             # Once the step is done here, the pages may be announced: a peer would overwrite what others still copy.
             shard.all_reduce(torch.zeros(1, device=self._device))
-        shared = share_draws(shard, plan, self._device, slots, tokens_N)
-        if shared is None:
-            return []
-        if not self._model.is_main:
-            self._slots.append_tokens(shared.slots, shared.tokens_N.clamp(min=0))
-            for slot, count in Counter(shared.slots).items():
-                if count > 1:
-                    self._slots.settle(slot, count - 1)
-        return shared.slots
+        self._draws = share_draws(shard, plan, self._device, slots, tokens_N)
+        drawn = self._draws.slots if self._draws is not None else []
+        if self._mtp is not None:
+            self._take_draws()
+        return drawn
+
+    def _take_draws(self) -> None:
+        """Append what the main rank drew in the last step, if it is another rank."""
+        draws, self._draws = self._draws, None
+        if draws is None:
+            return
+        draws.wait()
+        if self._model.is_main:
+            return
+        self._slots.append_tokens(draws.slots, draws.tokens_N.clamp(min=0))
+        for slot, count in Counter(draws.slots).items():
+            if count > 1:
+                self._slots.settle(slot, count - 1)
 
     def _guess(
         self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None

@@ -90,8 +90,13 @@ class RankGroup:
         dist.gather(x_RC, parts, group=self.compute, group_dst=MAIN_RANK)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        dist.broadcast(x, group=self.compute, group_src=MAIN_RANK)
+    def broadcast(self, x: torch.Tensor) -> Callable[[], None]:
+        work = dist.broadcast(x, group=self.compute, group_src=MAIN_RANK, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
 
     # ------------------------------------------------------------------------------------------------------- control
 

@@ -1,5 +1,6 @@
 """The tokens that the main rank draws, on all tensor-parallel ranks within the step: the next step feeds them, and the
-layer that drafts follows them at once (`mtp.py`). They go from device to device, so no host waits for them.
+layer that drafts follows them at once (`mtp.py`). They go from device to device, and no host waits for them before the
+next step.
 
 Which slots draw follows from the plan. How many tokens of a draft are right does not, so each slot has a place for the
 most that it may draw, and one broadcast brings all. Called by `ModelRunner`, step thread only; collective.
@@ -7,7 +8,7 @@ most that it may draw, and one broadcast brings all. Called by `ModelRunner`, st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ class SharedDraws(NamedTuple):
 
     slots: list[int]
     tokens_N: torch.Tensor
-    """int64 `[N]` on the device."""
+    """int64 `[N]` on the device, once `wait` has returned."""
+    wait: Callable[[], None]
 
 
 def drawing_slots(plan: StepPlan) -> list[int]:
@@ -38,7 +40,7 @@ def share_draws(
     shard: Shard, plan: StepPlan, device: torch.device, slots: Sequence[int], tokens_N: torch.Tensor | None
 ) -> SharedDraws | None:
     """Return what the main rank drew, on every rank; None if the plan draws nothing. `slots`, `tokens_N`: on the main
-    rank the tokens, several in a row of a slot with a draft. Waits for the device only if the plan has drafts."""
+    rank the tokens, several in a row of a slot with a draft. Waits for ranks and device only if the plan has drafts."""
     drafts: Mapping[int, int] = {draft.slot: len(draft.tokens) for draft in plan.drafts}
     places = [slot for slot in drawing_slots(plan) for _ in range(1 + drafts.get(slot, 0))]
     if not places:
@@ -49,12 +51,13 @@ def share_draws(
         drawn_N = torch.full((len(places),), NOT_DRAWN, dtype=torch.int64, device=device)
         if tokens_N is not None:
             drawn_N[upload(_taken(places, slots), device)] = tokens_N
-    shard.broadcast(drawn_N)
+    wait = shard.broadcast(drawn_N)
     if not drafts:
-        return SharedDraws(places, drawn_N)
+        return SharedDraws(places, drawn_N, wait)
+    wait()
     is_drawn = [number != NOT_DRAWN for number in drawn_N.tolist()]
     kept = upload([place for place, found in enumerate(is_drawn) if found], device)
-    return SharedDraws([slot for slot, found in zip(places, is_drawn, strict=True) if found], drawn_N[kept])
+    return SharedDraws([slot for slot, found in zip(places, is_drawn, strict=True) if found], drawn_N[kept], wait)
 
 
 def _taken(places: Sequence[int], slots: Sequence[int]) -> list[int]:

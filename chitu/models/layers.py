@@ -63,8 +63,9 @@ class Shard(Protocol):
         """Return the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; None off rank 0."""
         ...
 
-    def broadcast(self, x: torch.Tensor) -> None:
-        """Overwrite `x` of every rank with that of rank 0, which has the same shape and dtype."""
+    def broadcast(self, x: torch.Tensor) -> Callable[[], None]:
+        """Begin to overwrite `x` of every rank with that of rank 0, which has the same shape and dtype. Return what
+        waits for it, in the queue of a device that has one. Nothing else may use `x` before."""
         ...
 
 

@@ -248,7 +248,7 @@ class Alone:
     def gather_columns(self, x_RC: torch.Tensor, widths: Any) -> torch.Tensor:
         return x_RC
 
-    def broadcast(self, x: torch.Tensor) -> None: ...
+    def broadcast(self, x: torch.Tensor) -> Any: ...
 
 
 def test_a_rank_has_its_heads_and_columns_or_the_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class Alone:
     def gather_columns(self, x_RC: torch.Tensor, widths: Any) -> torch.Tensor:
         return x_RC
 
-    def broadcast(self, x: torch.Tensor) -> None: ...
+    def broadcast(self, x: torch.Tensor) -> Any: ...
 
 
 @pytest.mark.parametrize("name", IN_CI)

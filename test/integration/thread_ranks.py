@@ -61,9 +61,14 @@ class ThreadRank:
         self._note("all_reduce", x.shape)
         return x.copy_(torch.stack(self.meeting.gather(self.rank, x)).sum(0))
 
-    def broadcast(self, x: torch.Tensor) -> None:
+    def broadcast(self, x: torch.Tensor) -> Callable[[], None]:
         self._note("broadcast", x.shape)
-        x.copy_(self.meeting.gather(self.rank, x)[0])
+        found = self.meeting.gather(self.rank, x)[0]
+
+        def wait() -> None:
+            x.copy_(found)
+
+        return wait
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         self._note("gather", len(x_RC), tuple(widths))
