@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
+from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, StepSizes, is_sound
 from chitu.engine.waves import NO_OFFER, offer_of
 from chitu.errors import Internal, InvalidRequest, RoleChanged
 from chitu.instance.core import InstanceCore
@@ -51,6 +52,8 @@ class _LaunchedStep:
     planned_s: float
     work: StepWork | None
     """What it has to do, if it is measured."""
+    others: SequenceOf[StepSizes]
+    """What the other members of a group compute in it."""
     num_decoding: int
     drafted: dict[int, int]
     """Tokens of drafts, by slot."""
@@ -292,8 +295,9 @@ class PDScheduler:
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         chunk_slots = [chunk.sequence.slot for chunk in chunks]
+        of_group = self._core.engine.others
         launched = _LaunchedStep(
-            handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, len(step.decoding), drafted
+            handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, of_group, len(step.decoding), drafted
         )
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
@@ -338,7 +342,7 @@ class PDScheduler:
             self._load.pace.note_drafts(step.num_decoding, sum(step.drafted.values()), accepted)
         before_s, self._read_s = self._read_s, self._clock.monotonic()
         if step.work is not None:
-            self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s))
+            self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s), step.others)
         self._resources.read()
         self._load.steps += 1
         if not is_sound(result):

@@ -323,6 +323,11 @@ class Lockstep(Protocol):
         """Whether every member has offered to change to the same weights: change before the next step."""
         ...
 
+    @property
+    def others(self) -> Sequence[StepSizes]:
+        """What the other members compute in the newest turn; complete once its step is done."""
+        ...
+
     def lend(self) -> None:
         """Take part in a step of the others without rows of its own, to its end. No step is unread."""
         ...

@@ -108,6 +108,7 @@ class LockstepExecutor:
         self._wave = wave
         self._offer = NO_OFFER
         self.is_agreed = False
+        self.others: Sequence[StepSizes] = ()
         self.counts = TurnCounts()
 
     @property
@@ -148,6 +149,9 @@ class LockstepExecutor:
             raise Internal(f"the members of a group are in different waves: {turns}")
         self.is_agreed = self._offer != NO_OFFER and all(turn.weights == self._offer for turn in turns)
         sizes = [StepSizes(turn.prompt_rows, turn.decode_rows) for turn in turns]
+        others = sizes.copy()
+        others.remove(StepSizes(mine.prompt_rows, mine.decode_rows))
+        self.others = others
         has_rows = any(each.rows for each in sizes)
         wave.end_turn(has_rows)
         self.counts.computed += mine.rows > 0

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep
+from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep, StepSizes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
@@ -53,6 +53,11 @@ class LoadedEngine:
     """Changes the weights of the executor's model."""
     lockstep: Lockstep | None = None
     """The executor of a member of a group that shares experts; None if it steps alone."""
+
+    @property
+    def others(self) -> Sequence[StepSizes]:
+        """What the other members of its group compute in the newest turn; nothing if it steps alone."""
+        return () if self.lockstep is None else self.lockstep.others
 
     def close(self) -> None:
         """Free what the engine holds. No step runs any longer."""

@@ -3,6 +3,10 @@
 Owned by `LoadMeter`, step thread only. Each step with prompt tokens is measured, and one in `DECODE_SAMPLES` of
 those without. The two kinds have fits of their own, so that none forgets while only the other kind is computed. A step
 counts from its planning, or from the end of the step before if that was later: with overlap, what a stream waits.
+
+A step of a group that shares experts takes as long for all members: as long as the largest chunk of a prompt, beside
+the rows of all. So rates are those of such a step, a chunk is bounded beside the streams of all, and a step whose
+largest chunk is another member's is not measured: what that one attends to is not known here.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chitu.engine.executor import StepSizes
 from chitu.instance.sequences import Sequence as Request
 from chitu.protocol import StepRates
 
@@ -35,13 +40,21 @@ class StepWork(NamedTuple):
     """What a measured step has to do."""
 
     prompt_tokens: int
+    """Of a group: those of the member that has the most."""
     prompt_pairs: int
     """Pairs of a prompt token and one before it: what attention of the chunks reads."""
     rows: int
-    """Rows that decode: one of each request, and those of its draft."""
+    """Rows that decode, in a group of all members: one of each request, and those of its draft."""
     context_tokens: int
-    """Tokens of KV that these rows read."""
+    """Tokens of KV that those rows read that are computed here."""
     has_drafts: bool = False
+
+    def beside(self, others: Sequence[StepSizes]) -> StepWork | None:
+        """Return what the step has to do together with the other members of a group; None if one of these has a larger
+        chunk."""
+        if any(other.prompt_rows > self.prompt_tokens for other in others):
+            return None
+        return self._replace(rows=self.rows + _decode_rows(others))
 
 
 class _Fit:
@@ -116,9 +129,12 @@ class StepPace:
         self._draft_rows += (drafted / num_decoding - self._draft_rows) / MEMORY_STEPS
         self._tokens_a_row += (1 + accepted / num_decoding - self._tokens_a_row) / MEMORY_STEPS
 
-    def note(self, work: StepWork, seconds: float) -> None:
-        """Take the time of a step."""
-        if seconds <= 0:
+    def note(self, own: StepWork, seconds: float, others: Sequence[StepSizes] = ()) -> None:
+        """Take the time of a step, in which the other members of a group compute so much."""
+        work = own.beside(others)
+        if work is None:
+            self._skipped += DECODE_SAMPLES * 4  # the next one is measured in its place
+        if work is None or seconds <= 0:
             return
         if not work.prompt_tokens:
             self._decode.add((1, work.rows, work.context_tokens), seconds, seconds)
@@ -140,16 +156,26 @@ class StepPace:
         )
 
     def most_prompt_tokens(
-        self, decoding: Collection[Request], start: int, drafted: Mapping[Request, Sequence[int]] = NO_DRAFTS
+        self,
+        decoding: Collection[Request],
+        start: int,
+        drafted: Mapping[Request, Sequence[int]] = NO_DRAFTS,
+        others: Sequence[StepSizes] = (),
     ) -> int:
         """Return how many prompt tokens the next step may have, the first of them behind `start` others, so that it
-        takes `tpot_s` at most with these drafts. Without streams beside it, or without `tpot_s`, only the bound of all
+        takes `tpot_s` at most with these drafts. `others`: what the other members of a group computed in the last step;
+        their streams wait for this one, too. Without streams beside it, or without `tpot_s`, only the bound of all
         steps counts."""
-        if not decoding or self._tpot_s == math.inf:
-            return self._max_tokens
         rows, context = _rows(decoding, drafted)
+        rows += _decode_rows(others)
+        if not rows or self._tpot_s == math.inf:
+            return self._max_tokens
         most = self.rates.prompt_tokens_within(self._tpot_s, rows, context, start)
         return int(min(most, GROWTH * self._largest, self._max_tokens))
+
+
+def _decode_rows(others: Sequence[StepSizes]) -> int:
+    return sum([other.decode_rows for other in others])
 
 
 def _rows(decoding: Collection[Request], drafted: Mapping[Request, Sequence[int]]) -> tuple[int, int]:

@@ -251,7 +251,8 @@ class DecodeRole(InstanceRole):
         computing = self._sequences.of(SequenceState.COMPUTING)
         if not computing:
             return Step(plan, first_tokens, [], decoding, 1, drafts)
-        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len, drafts)
+        start, others = next(iter(computing.values())).kv_len, self._core.engine.others
+        most_tokens = self.load.pace.most_prompt_tokens(decoding, start, drafts, others)
         return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens, drafts)
 
     def after_launch(self, step: Step) -> list[Sequence]:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 from scheduler_world import Instance
 from support.executors import FakeExecutor
-from support.lockstep import PATIENCE_S, Table
+from support.lockstep import NO_SHAPES, PATIENCE_S, Table
 from support.requests import unified_request
 
 from chitu.engine.executor import Draft, PrefillChunk, StepPlan, StepSizes
-from chitu.engine.lockstep import Turn
+from chitu.engine.lockstep import LockstepExecutor, Turn
+from chitu.engine.waves import Wave
 from chitu.errors import Internal
 from chitu.protocol import SamplingParams, pack_i32
 from chitu.protocol.weights import Pause, Weights, WeightsOrder
@@ -114,6 +115,36 @@ def test_requests_of_all_members_run_at_once(overlap: bool) -> None:
         group.finish(rank, room)
     group.close()
     assert all(len({turn.wave for turn in turns}) == 1 for turns in group.turns)
+
+
+class Script:
+    """Agreement and bells of a member whose two neighbours compute the same in every turn."""
+
+    def __init__(self, others: tuple[StepSizes, StepSizes]) -> None:
+        self._others = others
+
+    def turns(self, mine: Turn) -> list[Turn]:
+        first, last = (
+            mine._replace(prompt_rows=each.prompt_rows, decode_rows=each.decode_rows) for each in self._others
+        )
+        return [first, mine, last]
+
+    def ring(self, wave: int) -> None: ...
+
+    def silence(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("others", [(StepSizes(5, 0), StepSizes(0, 3)), (StepSizes(), StepSizes(2, 2))])
+def test_a_member_knows_what_the_others_compute_in_its_turn(others: tuple[StepSizes, StepSizes]) -> None:
+    script = Script(others)
+    member = Instance(64, join=lambda inner: LockstepExecutor(inner, NO_SHAPES, script, script, Wave()))
+    engine = member.scheduler._core.engine
+    assert list(engine.others) == []
+    assert isinstance(engine.lockstep, LockstepExecutor)
+    engine.lockstep.lend()
+    assert tuple(engine.others) == others, "those of its own are left out once"
 
 
 def test_a_frozen_member_lends() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
@@ -12,7 +15,7 @@ from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult, StepSizes
 from chitu.instance.pace import StepPace, StepWork
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.protocol import (
@@ -194,3 +197,75 @@ def test_the_line_finds_costs_that_no_single_step_shows() -> None:
         found = pace.rates.step_s(rows, context) + pace.rates.prompt_s(tokens, start)
         assert found == pytest.approx(seconds(work), rel=0.1)
     assert all(value >= 0 for value in (pace.rates.row_s, pace.rates.prompt_step_s, pace.rates.prompt_pair_s))
+
+
+class NeighbourBlind(StepPace):
+    """Planted: takes the time of a step of the group for that of its own rows."""
+
+    def note(self, own: StepWork, seconds: float, others: Sequence[StepSizes] = ()) -> None:
+        super().note(own, seconds)
+
+
+def group_step_s(sizes: Sequence[StepSizes], pairs: int) -> float:
+    """Return the seconds of a step of a group: as long as its largest chunk, beside the rows of all."""
+    rows, chunk = sum(each.decode_rows for each in sizes), max(each.prompt_rows for each in sizes)
+    return (0.004 + 0.0002 * rows if rows else 0.0) + (0.002 + 3e-5 * chunk + 2e-9 * pairs if chunk else 0.0)
+
+
+def learn(pace: StepPace) -> tuple[float, float]:
+    """Let a member learn from random steps of its group. Return its worst relative errors, of steps that decode and of
+    chunks."""
+    rng = random.Random(5)
+    for _ in range(400):
+        sizes = [StepSizes(rng.choice([0, 0, 64, 512, 2048]), rng.randint(1, 40)) for _ in range(4)]
+        starts = [rng.choice([0, 8000]) for _ in sizes]
+        pairs = max((each.prompt_rows, each.prompt_rows * start) for each, start in zip(sizes, starts, strict=True))[1]
+        own = StepWork(sizes[0].prompt_rows, sizes[0].prompt_rows * starts[0], sizes[0].decode_rows, 0)
+        pace.note(own, group_step_s(sizes, pairs), sizes[1:])
+    rates, alone = pace.rates, StepSizes(0, 0)
+    decodes = [rates.step_s(rows, 0) / group_step_s([StepSizes(0, rows), alone], 0) for rows in (20, 80, 140)]
+    chunks = [
+        rates.prompt_s(length, start - length / 2) / group_step_s([StepSizes(length, 0), alone], length * start)
+        for length, start in ((64, 0), (512, 8000), (2048, 8000))
+    ]
+    return max(abs(ratio - 1) for ratio in decodes), max(abs(ratio - 1) for ratio in chunks)
+
+
+def test_a_member_of_a_group_learns_what_steps_cost_and_not_what_its_neighbours_happen_to_do() -> None:
+    assert max(learn(StepPace())) < 0.1
+    decode, chunk = learn(NeighbourBlind())
+    assert decode > 0.5, "a rate that is learned from a neighbour's chunk was not found"
+    assert chunk > 0.2, "a rate that is learned beside a neighbour's chunk was not found"
+
+
+def test_a_step_in_which_a_neighbour_has_the_larger_chunk_is_not_measured_and_the_next_one_is_in_its_place() -> None:
+    pace = StepPace()
+    neighbour = [StepSizes(512, 3), StepSizes(0, 2)]
+    pace.note(StepWork(100, 5050, 0, 0), 0.1, neighbour)
+    assert pace.rates.prompt_steps == 0
+    pace.note(StepWork(512, 131_328, 0, 0), 0.1, neighbour)
+    assert pace.rates.prompt_steps == 1
+    pace.note(StepWork(0, 0, 4, 400), 0.1, neighbour)
+    assert pace.rates.decode_steps == 0
+    decoding: list[Any] = [SimpleNamespace(kv_len=10)]
+    assert pace.work_of([], decoding) is not None
+    pace.note(StepWork(0, 0, 4, 400), 0.1, [StepSizes(0, 8)])
+    assert pace.rates.decode_steps == 1
+
+
+def test_a_chunk_is_bounded_beside_the_streams_of_all_members_of_the_group() -> None:
+    pace, decoding = StepPace(0.030, 2048), [SimpleNamespace(kv_len=0)]
+    for rows in range(1, 40):
+        pace.note(StepWork(0, 0, rows, 0), STEP_S + ROW_S * rows)
+        pace.note(StepWork(2048, 0, 0, 0), TOKEN_S * 2048)
+    own: list[Any] = [*decoding] * 4
+
+    def cap(rows: int) -> float:
+        return (SLO_SHARE * 0.030 - STEP_S - rows * ROW_S) / TOKEN_S
+
+    assert pace.most_prompt_tokens(own, 0) == pytest.approx(cap(4), rel=0.05)
+    assert pace.most_prompt_tokens(own, 0, others=[StepSizes(0, 6), StepSizes(7, 10)]) == pytest.approx(
+        cap(20), rel=0.05
+    )
+    assert pace.most_prompt_tokens([], 0, others=[StepSizes(0, 9)]) == pytest.approx(cap(9), rel=0.05)
+    assert pace.most_prompt_tokens([], 0, others=[StepSizes(512, 0)]) == 2048, "no stream waits anywhere"
