@@ -32,11 +32,11 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class MemberGroup:
-    def __init__(self, ranks: RankGroup, incarnation: Incarnation, members_per_host: int) -> None:
+    def __init__(self, ranks: RankGroup, incarnation: Incarnation, members_per_host: int, shares_experts: bool) -> None:
         """Meet the other members, and end with them from now on. Collective. `ranks`: the main ranks."""
         mine = msgspec.msgpack.encode(_Hello(os.getpid(), incarnation))
         hellos = [msgspec.msgpack.decode(each, type=known(_Hello)) for each in ranks.collect(mine)]
-        self.place = GroupPlace(hellos[0].incarnation, ranks.rank, ranks.size)
+        self.place = GroupPlace(hellos[0].incarnation, ranks.rank, ranks.size, shares_experts)
         self._ranks = ranks
         self._is_on_several_hosts = members_per_host < ranks.size
         first = ranks.rank - ranks.rank % members_per_host

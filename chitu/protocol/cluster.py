@@ -54,8 +54,8 @@ class StepRates(Wire, frozen=True):
     """What steps of an instance take, as it measures them (`instance/pace.py`): a line, whose coefficients are 0 until
     they are known. A step takes `decode_step_s` if requests decode, plus `row_s` for each, plus `context_token_s` for
     each token of their KV. Prompt tokens add `prompt_step_s` once, `prompt_token_s` each, and `prompt_pair_s` for each
-    token that each of them attends to. In a group that shares experts a step takes as long for all members: `row_s` is of
-    each row of any of them, and prompt tokens are those of the member that has the most."""
+    token that each of them attends to. In a group that shares experts a step takes as long for all members: `row_s` is
+    of each row of any of them, and prompt tokens are those of the member that has the most."""
 
     decode_step_s: float = 0.0
     row_s: float = 0.0
@@ -455,6 +455,8 @@ class GroupPlace(Wire, frozen=True):
     rank: int
     """Data rank."""
     size: int
+    shares_experts: bool = False
+    """Whether its members step together, so that what one computes delays the requests of all."""
 
 
 class InstanceInfo(Wire, frozen=True):

@@ -11,6 +11,8 @@ row in each step delay. The cheapest way that keeps the request's SLO is taken; 
   (`LoadReport.paths`), else it is taken for what is usual within a host, within a rack, or between racks. Layers are
   moved while others are computed, so the longer of the two counts.
 * **Waiting for pages**: the queue there.
+* **Groups that share experts** step together: a prompt, and a row, on one member delays the streams of all, and each
+  step has the rows of all. Which member of a group gets it is the policy's: the one with least to do.
 """
 
 from __future__ import annotations
@@ -76,14 +78,14 @@ def pair_cost(
     computed_s = ahead_s + prefill.prompt_s(new_tokens, asked.num_tokens - new_tokens)
     moved_s = byte_s * decode.kv_token_bytes * moved_tokens
     # The row of logits goes first; D draws from it with its next step, and needs the KV for the one after.
-    first_s = byte_s * decode.row_bytes + decode.step_s(decode.rows)
+    first_s = byte_s * decode.row_bytes + decode.step_s(decode.step_rows)
     wait_s = max(ahead_s if prefill.is_measured else 0.0, pages_s)
     return _cost(asked, max(computed_s, moved_s, pages_s) + first_s, wait_s, decode)
 
 
 def cost_alone(asked: Asked, load: InstanceLoad, new_tokens: int, now_s: float) -> Cost:
     """Return the cost of one instance that computes `new_tokens` of the prompt and decodes it."""
-    rows, ahead_s, pages_s = load.rows, load.queue_s(now_s), load.pages_wait_s(now_s)
+    rows, ahead_s, pages_s = load.step_rows, load.queue_s(now_s), load.pages_wait_s(now_s)
     chunk, beside_s = load.chunk(rows), load.step_s(rows)
     own_s = load.rates.prompt_s(new_tokens, asked.num_tokens - new_tokens, chunk)
     ttft_s = max(ahead_s, pages_s) + own_s + max(1.0, new_tokens / chunk) * beside_s
@@ -94,7 +96,7 @@ def cost_alone(asked: Asked, load: InstanceLoad, new_tokens: int, now_s: float) 
 def _cost(asked: Asked, ttft_s: float, wait_s: float, decodes: InstanceLoad, delays_s: float = 0.0) -> Cost:
     """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where requests that decode wait
     `delays_s` longer in sum for the prompt."""
-    rates, soon, num_steps = decodes.rates, decodes.num_requests, min(asked.max_tokens, ANSWER_TOKENS)
+    rates, soon, num_steps = decodes.rates, decodes.step_requests, min(asked.max_tokens, ANSWER_TOKENS)
     tpot_s = rates.requests_s(soon + 1, decodes.context_tokens + asked.num_tokens) / rates.tokens_a_row
     row_s = (rates.row_s + rates.context_token_s * asked.num_tokens) * (1 + rates.draft_rows) / rates.tokens_a_row
     breaks_slo = ttft_s > asked.ttft_s or tpot_s > asked.tpot_s

@@ -128,6 +128,8 @@ class InstanceLoad:
     """Those that were sent since the report."""
     others: LoadCounts = field(default_factory=LoadCounts)
     """Requests of other routers: what the report has beyond this router's."""
+    together: tuple[InstanceLoad, ...] = field(default=(), repr=False)
+    """All members of its group, itself included, if they share experts: they step together. Empty: it steps alone."""
     _queued: tuple[float, float] = (0.0, 0.0)
     """Prompt tokens that waited or were being computed, and when."""
     works: list[int] = field(default_factory=lambda: [0])
@@ -214,6 +216,16 @@ class InstanceLoad:
         return self.own.streams + self.others.streams
 
     @property
+    def step_rows(self) -> int:
+        """Requests that decode in its steps: those of all members that step together."""
+        return self.rows if not self.together else sum([member.rows for member in self.together])
+
+    @property
+    def step_requests(self) -> int:
+        """Requests that decode in its steps, or will soon."""
+        return self.num_requests if not self.together else sum([member.num_requests for member in self.together])
+
+    @property
     def context_tokens(self) -> int:
         """Tokens of KV that requests hold here."""
         return self.newest.pages_used * self.info.layout.page_size
@@ -240,13 +252,13 @@ class InstanceLoad:
         """Seconds of a prompt token as the queue is counted down: rather too many, as long steps end late."""
         if self.prompts.value and not self.newest.rates.prompt_steps:
             return 1 / self.prompts.value
-        rows = self.rows
+        rows = self.step_rows
         chunk = min(self.chunk(rows), CHUNK_TOKENS)
         return (self.rates.prompt_s(chunk, 0.0, chunk) + self.step_s(rows)) / chunk
 
     def queue_s(self, now_s: float) -> float:
         """Return the seconds of the prompts that wait here or are being computed, in steps beside those that decode."""
-        rows, tokens = self.rows, self.queued_tokens(now_s)
+        rows, tokens = self.step_rows, self.queued_tokens(now_s)
         chunk = self.chunk(rows)
         return self.rates.prompt_s(tokens, 0.0, chunk) + tokens / chunk * self.step_s(rows)
 
@@ -312,6 +324,19 @@ class InstanceGroup:
     def counts_tokens(self) -> bool:
         """Whether `works` are tokens (P) or requests."""
         return self.loads[0].key.role is Role.PREFILL
+
+    def step_together(self) -> InstanceGroup:
+        """Tell each load which others step with it."""
+        groups: dict[int, list[InstanceLoad]] = {}
+        for load in self.loads:
+            load.together = ()
+            if load.info.group is not None and load.info.group.shares_experts:
+                groups.setdefault(load.info.group.id, []).append(load)
+        for members in groups.values():
+            together = tuple(members)
+            for load in members:
+                load.together = together
+        return self
 
     def watch(self) -> InstanceGroup:
         """Have the loads write to this group, and no more to an earlier one."""

@@ -239,7 +239,7 @@ class Members:
             load = self._members[instance_key(info)].load
             load.info = info
             loads.append(load)
-        return InstanceGroup.of(loads).watch()
+        return InstanceGroup.of(loads).step_together().watch()
 
     # ------------------------------------------------------------------------------------------------------- health
 

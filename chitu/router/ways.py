@@ -3,8 +3,9 @@
 Owned by `PDRequestRouter`, on the loop thread. A few ways are proposed, however many instances there are, and the
 cheapest is taken (`costs.py`). The policy of each role proposes one instance. That is all, unless the choice is *open*:
 if the request has an SLO, or there are unified instances beside pairs. Then these are proposed, too: the P with least
-to do, the D that has most of the prompt, the least busy D on P's host, and each of these D alone if it computes
-prompts. If it is not open, the least loaded instance is proposed instead of one where admission would refuse a request.
+to do, the D that has most of the prompt, the least busy D on P's host, the least busy member of each of a few groups
+that share experts, and each of these D alone if it computes prompts. If it is not open, the least loaded instance is
+proposed instead of one where admission would refuse a request.
 
 The selector keeps what policies may not have: the turn, and which instances were sent which beginnings of prompts.
 
@@ -15,7 +16,7 @@ more; so round robin, and the ties of least loaded, reach every pair: with 2P2D 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import lcm
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ from chitu.types import Role
 
 MAX_NEAR = 16
 """D of a host that are looked at for being near."""
+MAX_GROUPS = 4
+"""Groups whose least busy members are looked at, in turn if there are more."""
 ENTROPY_BITS = 64
 
 IsOut = Callable[[InstanceKey, InstanceKey], bool]
@@ -92,6 +95,8 @@ class Selector:
         """Whether one of these candidates is a D that computes prompts."""
         self._near: dict[str, list[InstanceKey]] = {}
         """Some of the D of each host, if there are several hosts."""
+        self._groups: dict[Role, list[list[InstanceKey]]] = {}
+        """D and unified ones by the group in which they step together, and those that step alone. Empty if all do."""
 
     def select(
         self,
@@ -129,9 +134,13 @@ class Selector:
             prefill = members.prefill.without(avoid, blocked) if has_pair else None
             ways = self._ways_of_d(request, prompt, prefill, members.decode.without(avoid, blocked), is_open)
         if candidates.unified:
-            load = self._proposed(self._prefill_policy, request, members.unified.without(avoid, blocked), is_open)
-            new_tokens = min(self._new_tokens(load, prompt), prompt.num_tokens - prompt.decoded.get(load.key, 0))
-            ways.append(_Way(None, load, max(1, new_tokens)))
+            unified = members.unified.without(avoid, blocked)
+            loads = [self._proposed(self._prefill_policy, request, unified, is_open)]
+            for each in self._least_of_groups(request, unified) if is_open else ():
+                _add(loads, each)
+            for each in loads:
+                new_tokens = min(self._new_tokens(each, prompt), prompt.num_tokens - prompt.decoded.get(each.key, 0))
+                ways.append(_Way(None, each, max(1, new_tokens)))
         way, wait_s = ways[0], 0.0
         if is_open or len(ways) > 1:
             way, wait_s = self._cheapest(ways, Asked.of(prompt.num_tokens, max_tokens, slo, self._slo), avoid | blocked)
@@ -163,6 +172,14 @@ class Selector:
         for info in candidates.decode:
             near.setdefault(info.host, []).append(instance_key(info))
         self._near = {host: keys[:MAX_NEAR] for host, keys in near.items()} if len(near) > 1 else {}
+        self._groups = {}
+        for role, instances in ((Role.DECODE, candidates.decode), (Role.UNIFIED, candidates.unified)):
+            groups: dict[int, list[InstanceKey]] = {}
+            for info in instances:
+                is_together = info.group is not None and info.group.shares_experts
+                groups.setdefault(info.group.id if is_together else 0, []).append(instance_key(info))
+            if groups.keys() - {0}:
+                self._groups[role] = list(groups.values())
 
     # ----------------------------------------------------------------------------------------------------- the prompt
 
@@ -217,6 +234,8 @@ class Selector:
             keys = self._near.get(prefills[0].info.host, ()) if prefills else ()
             if near := [decode.positions[key] for key in keys if key in decode.positions]:
                 _add(decodes, decode.loads[min(near, key=decode.works.__getitem__)])
+            for load in self._least_of_groups(request, decode):
+                _add(decodes, load)
         pairs, alone = [], []
         for load in decodes:
             num_cached = min(prompt.decoded.get(load.key, 0), prompt.num_tokens)
@@ -233,6 +252,15 @@ class Selector:
         first, now_s = group.loads[policy(request, group)], self._clock.monotonic()
         wait_s = 0.0 if is_open else max(first.prompt_wait_s(now_s), first.pages_wait_s(now_s))
         return first if wait_s <= self._max_wait_s else group.loads[least_loaded(request, group)]
+
+    def _least_of_groups(self, request: RoutingRequest, group: InstanceGroup) -> Iterator[InstanceLoad]:
+        """Yield the least busy member of each of a few groups that step together: the busiest one sets the time of a
+        step, so another row costs least there. Of those that step alone the least busy one."""
+        groups = self._groups.get(group.loads[0].key.role, [])
+        first = request.turn % len(groups) if len(groups) > MAX_GROUPS else 0
+        for keys in (*groups[first:], *groups[:first])[:MAX_GROUPS]:
+            if positions := [group.positions[key] for key in keys if key in group.positions]:
+                yield group.loads[min(positions, key=group.works.__getitem__)]
 
     def _connected(self, prefill: InstanceGroup, decode: InstanceGroup) -> tuple[InstanceGroup, InstanceGroup, IsOut]:
         """Return the P that have a D to serve with, these D, and which pairs of both are out. All P and D count if none

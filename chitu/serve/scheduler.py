@@ -263,7 +263,8 @@ def _meet_members(instance: Instance, rank: BuiltRank, incarnation: Incarnation)
         return None
     from chitu.instance.member_group import MemberGroup
 
-    return MemberGroup(rank.members, incarnation, instance.config.members_per_host)
+    config = instance.config
+    return MemberGroup(rank.members, incarnation, config.members_per_host, config.experts == "spread")
 
 
 def _join_followers(

@@ -41,6 +41,7 @@ from chitu.protocol import (
 from chitu.router.candidates import InstanceKey
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.simulation.events import Events
+from chitu.simulation.group import SimulatedGroup
 from chitu.simulation.instance import SimulatedInstance
 from chitu.simulation.network import Network
 from chitu.simulation.process import SimulatedProcess
@@ -129,8 +130,9 @@ class SimulatedCluster:
         routers: int = 1,
         tick_s: float = TICK_S,
     ) -> None:
-        """Make a cluster of so many instances, which have joined all `routers` by the moment 0. `profile` and
-        `scheduler`: of all instances, or by role. `on_end` is called with each request that is over."""
+        """Make a cluster of so many instances, each of as many members as its profile says, which have joined all
+        `routers` by the moment 0. `profile` and `scheduler`: of all instances, or by role. `on_end` is called with each
+        request that is over."""
         self.events = Events()
         self.clock = self.events.clock
         self.at = self.events.at
@@ -161,14 +163,16 @@ class SimulatedCluster:
         self._prompts = itertools.count(1 << 30)
         """First tokens of the prompts that share nothing."""
         counts = ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.UNIFIED, unified))
-        self._places = [(role, rank) for role, count in counts for rank in range(count)]
+        sizes = {role: self._profiles[role].dp_size for role in self._profiles}
+        self._places = [(role, rank) for role, count in counts for rank in range(count * sizes.get(role, 1))]
         self.num_routers = routers
         self.routers: list[SimulatedRouter | None] = [None] * routers
         """By index; None: it has ended."""
         for index in range(routers):
             self.start_router(index)
         for role, rank in list(self._places):
-            self.start(role, rank)
+            if rank % sizes[role] == 0:
+                self.start(role, rank)
         self._let_join()
 
     def _let_join(self) -> None:
@@ -409,14 +413,22 @@ class SimulatedCluster:
         return pid not in self._dead_pids
 
     def start(self, role: Role, rank: int | None = None, *, is_here: bool = True) -> SimulatedInstance:
-        """Start an instance, which joins soon. `rank`: by default the lowest that no process was started with or has.
-        `is_here`: it runs on the routers' machine, which sees its death."""
+        """Start an instance, which joins soon, with all members of its profile; return the first. `rank`: of that one,
+        by default the lowest that no process was started with or has. `is_here`: it runs on the routers' machine, which
+        sees its death."""
+        size = self._profiles[role].dp_size
         if rank is None:
             taken = {*self._places, *((one.role, one.rank) for one in self.processes)}
-            rank = next(rank for rank in itertools.count() if (role, rank) not in taken)
+            rank = next(rank for rank in itertools.count(step=size) if (role, rank) not in taken)
+        group = SimulatedGroup(self, self._profiles[role]) if size > 1 else None
+        members = [self._start(role, rank + place, group, is_here) for place in range(size)]
+        return members[0]
+
+    def _start(self, role: Role, rank: int, group: SimulatedGroup | None, is_here: bool) -> SimulatedInstance:
         if (role, rank) not in self._places:
             self._places.append((role, rank))
-        process = SimulatedInstance(self, role, rank, self._profiles[role], self._schedulers[role], is_here=is_here)
+        profile, scheduler = self._profiles[role], self._schedulers[role]
+        process = SimulatedInstance(self, role, rank, profile, scheduler, is_here=is_here, group=group)
         self.processes.append(process)
         self.note_life(process)
         for index, router in enumerate(self.routers):
@@ -468,8 +480,15 @@ class SimulatedCluster:
         self._dead_pids.add(process.info.pid)
 
     def kill(self, name: str) -> SimulatedInstance:
-        """End an instance at once, without a word. Where it runs, its death is seen."""
+        """End an instance at once, without a word, and with it the members of its group. Where it runs, its death is
+        seen."""
         process = self.find(name)
+        group = process.group
+        for member in [process] if group is None else [one for one in self.processes if one.group is group]:
+            self._kill(member)
+        return process
+
+    def _kill(self, process: SimulatedInstance) -> None:
         info = process.info
         process.end()
         if info.pid_namespace:
@@ -478,7 +497,6 @@ class SimulatedCluster:
                     self.clock.now_s + DEATH_S,
                     *(router.coordination.on_death, info.role, info.engine_rank, info.incarnation),
                 )
-        return process
 
     def kill_router(self, index: int) -> None:
         """End a router. Its clients lose their requests; instances notice by its silence, or by the next one."""

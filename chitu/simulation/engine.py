@@ -3,20 +3,24 @@
 The executor knows of a slot only how many tokens it holds, which with the plan gives the cost of a step. A token is the
 number of those before it, on whatever instance: one that is lost, doubled or put elsewhere is seen. Drafts are
 those of a model that guesses, in which each token is right with the same chance behind right ones. Steps run one after
-the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits for it. Only the
-simulation's one thread calls it.
+the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits for it. In a group that
+steps together it is known once all members have begun their turns (`group.py`). Only the simulation's one thread calls
+it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, LayerCallback, StepPlan, StepResult, StepSizes
+from chitu.engine.waves import NO_OFFER
+from chitu.errors import Internal
 from chitu.simulation.events import InstanceClock
-from chitu.simulation.profile import StepCost
+from chitu.simulation.profile import EngineProfile, StepLoad
 
 NO_TOKEN = 0
 """Drawn by no step, so wrong in a draft."""
@@ -55,22 +59,59 @@ class TimedStep(Moment):
         return self.tokens
 
 
+class LaunchedStep(NamedTuple):
+    """A step whose time is to be set."""
+
+    load: StepLoad
+    step: TimedStep
+    layers: Sequence[Moment]
+
+
+class Together(Protocol):
+    """A group whose members step together (`SimulatedGroup`)."""
+
+    def on_launch(self, executor: TimedExecutor, step: LaunchedStep) -> None:
+        """Take a step; set its time once all members have begun the turn."""
+        ...
+
+
+class SimulatedLockstep:
+    """`Lockstep` of a member. Its group takes the turns of all members, so that none waits for another one."""
+
+    must_step = False
+    is_agreed = False
+
+    def __init__(self) -> None:
+        self.others: Sequence[StepSizes] = ()
+
+    def lend(self) -> None:
+        raise Internal("the members of a simulated group take their turns together")
+
+    def offer(self, weights: int) -> None:
+        if weights != NO_OFFER:
+            raise Internal("the weights of a simulated group do not change")
+
+
 class TimedExecutor:
-    """`Executor` whose steps take the seconds of `cost`, divided by `speed`."""
+    """`Executor` whose steps take the seconds of `profile`, divided by `speed`; those of a group that steps `together`
+    when that says so."""
 
     def __init__(
         self,
         info: ExecutorInfo,
-        cost: StepCost,
+        profile: EngineProfile,
         clock: InstanceClock,
         speed: Callable[[], float] = lambda: 1.0,
-        draft_acceptance: float = 0.0,
+        together: Together | None = None,
     ) -> None:
         self.info = info
-        self._acceptance = draft_acceptance
+        self._acceptance = profile.draft_acceptance
         self._random = random.Random(0)
         self._speed = speed
-        self._cost = cost
+        self._profile = profile
+        self._together = together
+        self.lockstep = SimulatedLockstep()
+        """Of a member of a group that steps together."""
         self._clock = clock
         self._kv_len = [0] * info.num_slots
         self._saved: dict[int, int] = {}
@@ -111,17 +152,27 @@ class TimedExecutor:
             kv_len[slot] = drawn[-1]
             slots += [slot] * len(drawn)
             tokens += drawn
-        seconds = self._cost.seconds(prompt_tokens, pairs, rows, context_tokens) / self._speed()
-        start_s = max(self._clock.monotonic() + self._cost.turn_s, self._free_s)
-        self._free_s = end_s = start_s + seconds
+        guesses = {slot: self._guess(kv_len[slot]) for slot in slots} if self.info.guesses else {}
+        step = TimedStep(self._clock, math.nan, StepResult(slots, tokens, drafts=guesses))
+        layers = [] if on_layer is None else [Moment(self._clock, math.nan) for _ in range(self.info.num_layers)]
+        launched = LaunchedStep(StepLoad(prompt_tokens, pairs, rows, context_tokens), step, layers)
+        if self._together is not None:
+            self._together.on_launch(self, launched)
+        else:
+            start_s = max(self._clock.monotonic() + self._profile.cost.turn_s, self._free_s)
+            self.settle(launched, start_s, self._profile.seconds([launched.load]) / self._speed())
+        if on_layer is not None:
+            for layer, moment in enumerate(layers):
+                on_layer(layer, moment)
+        return step
+
+    def settle(self, launched: LaunchedStep, start_s: float, seconds: float) -> None:
+        """Set when a step begins, and how long it takes."""
+        launched.step.end_s = self._free_s = start_s + seconds
         self.steps += 1
         self.busy_s += seconds
-        if on_layer is not None:
-            count = self.info.num_layers
-            for layer in range(count):
-                on_layer(layer, Moment(self._clock, start_s + seconds * (layer + 1) / count))
-        guesses = {slot: self._guess(kv_len[slot]) for slot in slots} if self.info.guesses else {}
-        return TimedStep(self._clock, end_s, StepResult(slots, tokens, drafts=guesses))
+        for layer, moment in enumerate(launched.layers):
+            moment.end_s = start_s + seconds * (layer + 1) / len(launched.layers)
 
     def _guess(self, newest: int) -> list[int]:
         """Return a draft behind this token, right up to a random place."""

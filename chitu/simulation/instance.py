@@ -13,7 +13,7 @@ from typing import Protocol
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import MAX_DRAFT, ExecutorInfo
+from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, StepHandle
 from chitu.engine.weights_loader import ReadWeights
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.kv_cache.aux_row import num_aux_rows
@@ -25,6 +25,7 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import InstanceInfo, KVLayout, RequestPortMessage
 from chitu.simulation.engine import TimedExecutor, TimedStep
 from chitu.simulation.events import Events, InstanceClock
+from chitu.simulation.group import SimulatedGroup
 from chitu.simulation.process import Hardware, SimulatedProcess, World
 from chitu.simulation.profile import EngineProfile
 from chitu.simulation.transfers import HeaderRows, PageAddresses, Receiving, TimedSender, TimedTransport
@@ -92,8 +93,10 @@ class SimulatedInstance(SimulatedProcess):
         scheduler: SchedulerConfig,
         *,
         is_here: bool = True,
+        group: SimulatedGroup | None = None,
     ) -> None:
-        """`is_here`: it runs on the machine of the routers, which sees its death."""
+        """`is_here`: it runs on the machine of the routers, which sees its death. `group`: of which it is the next
+        member."""
         self.profile = profile
         self.speed = 1.0
         """Its steps take the profile's time divided by this."""
@@ -108,13 +111,16 @@ class SimulatedInstance(SimulatedProcess):
         self.rows = HeaderRows(num_aux)
         self.ingress_free_s = 0.0
         max_len = min(profile.max_model_len, profile.num_pages * profile.page_size)
-        acceptance, most_drafts = profile.draft_acceptance, MAX_DRAFT if profile.draft_acceptance else 0
+        most_drafts = MAX_DRAFT if profile.draft_acceptance else 0
         facts = ExecutorInfo(
             num_slots, max_len, ANY_TOKEN, num_layers, (), most_drafts=most_drafts, guesses=most_drafts
         )
-        self.executor = TimedExecutor(facts, profile.cost, self._own, lambda: self.speed, acceptance)
+        self.group = group
+        together = group if group is not None and group.steps_together else None
+        self.executor = TimedExecutor(facts, profile, self._own, lambda: self.speed, together)
         self.cache = PagedKVCacheManager(profile.num_pages, profile.page_size, b"simulated")
-        engine = LoadedEngine(self.executor, self.cache, self.rows, weights=TimedLoader(self._own))
+        lockstep = None if together is None else self.executor.lockstep
+        engine = LoadedEngine(self.executor, self.cache, self.rows, weights=TimedLoader(self._own), lockstep=lockstep)
         port = FIRST_PORT + incarnation % (65536 - FIRST_PORT)
         hardware = Hardware(
             engine,
@@ -137,7 +143,11 @@ class SimulatedInstance(SimulatedProcess):
             num_slots=num_slots,
             num_pages=profile.num_pages,
             roles=() if role is Role.UNIFIED else (Role.PREFILL, Role.DECODE),
+            group=None if group is None else group.place(incarnation),
         )
+        if group is not None:
+            group.members.append(self)
+        self._together = together
         self._is_busy = self._is_due = self._is_woken = False
         super().__init__(world, info, hardware, settings)
         # Heartbeats of different processes are spread.
@@ -173,7 +183,7 @@ class SimulatedInstance(SimulatedProcess):
     def on_frame(self, room: bytes, payload: bytes) -> None:
         if not self.is_gone:
             super().on_frame(room, payload)
-            self._pump()
+            self.pump()
 
     def _begin_again(self) -> None:
         super()._begin_again()
@@ -181,7 +191,7 @@ class SimulatedInstance(SimulatedProcess):
 
     def keep_in_touch(self) -> None:
         super().keep_in_touch()
-        self._pump()
+        self.pump()
         if not self.scheduler.is_idle:
             self.wake()
 
@@ -201,7 +211,9 @@ class SimulatedInstance(SimulatedProcess):
     def wake(self) -> None:
         """Begin a turn now, or after the one that runs."""
         self._is_woken = True
-        if not (self._is_busy or self._is_due or self.is_gone):
+        if self._together is not None:
+            self._together.wake()
+        elif not (self._is_busy or self._is_due or self.is_gone):
             self._is_due = True
             self.world.at(self.clock.monotonic(), self._begin_turn)
 
@@ -209,10 +221,10 @@ class SimulatedInstance(SimulatedProcess):
         if self.is_frozen or self.is_slow:
             self._is_due = False
             return
-        self._is_due = self._is_woken = False
+        self._is_due = False
         self._is_busy = True
-        step = self.scheduler.begin()
-        self._pump()
+        step = self.begin_turn()
+        self.pump()
         now_s = self.clock.monotonic()
         end_s = now_s if not isinstance(step, TimedStep) else max(now_s, step.end_s)
         if end_s > self.world.events.clock.now_s:
@@ -220,18 +232,29 @@ class SimulatedInstance(SimulatedProcess):
         else:
             self._end_turn()
 
+    def begin_turn(self) -> StepHandle | None:
+        """Begin a turn of the step loop. Return the step that has to be done before `end_turn`."""
+        self._is_woken = False
+        return self.scheduler.begin()
+
     def _end_turn(self) -> None:
         if self.is_gone:
             return
-        if self.sender is not None and self.sender.timed_feed is not None:
-            self.sender.timed_feed.finish_step()
-        has_worked = self.scheduler.end()
-        self._pump()
+        goes_on = self.end_turn()
         self._is_busy = False
-        if (has_worked or self._is_woken) and not self.is_gone:
+        if goes_on and not self.is_gone:
             self._is_due = True
             self.world.at(self.clock.monotonic(), self._begin_turn)
 
-    def _pump(self) -> None:
+    def end_turn(self) -> bool:
+        """End a turn. Return whether the next one may begin at once."""
+        if self.sender is not None and self.sender.timed_feed is not None:
+            self.sender.timed_feed.finish_step()
+        has_worked = self.scheduler.end()
+        self.pump()
+        return has_worked or self._is_woken
+
+    def pump(self) -> None:
+        """Begin the writes that may begin."""
         if self.sender is not None:
             self.sender.pump()

@@ -8,12 +8,13 @@ sequence that decodes, and each token of their contexts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from chitu.engine.executor import MAX_DRAFT
+from chitu.engine.executor import MAX_DRAFT, StepSizes
 from chitu.errors import ConfigError
 from chitu.known_types import known
 
@@ -40,7 +41,7 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_s: float = 0.0
     """What the scheduler's thread needs between two steps. With overlapping steps it is hidden behind the device."""
 
-    def seconds(self, prompt_tokens: int, pairs: float, sequences: int, context_tokens: int) -> float:
+    def seconds(self, prompt_tokens: float, pairs: float, sequences: float, context_tokens: float) -> float:
         """Return the seconds of a step with these prompt tokens and pairs, decoding sequences and their contexts."""
         seconds = 0.0 if prompt_tokens or sequences else self.first_token_s
         if prompt_tokens:
@@ -48,6 +49,29 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if sequences:
             seconds += self.decode_s + sequences * self.sequence_s + context_tokens * self.context_s
         return seconds
+
+
+class StepLoad(NamedTuple):
+    """What an instance, or a member of a group, computes in a step."""
+
+    prompt_tokens: int = 0
+    pairs: float = 0.0
+    sequences: int = 0
+    context_tokens: int = 0
+
+    @property
+    def sizes(self) -> StepSizes:
+        return StepSizes(self.prompt_tokens, self.sequences)
+
+
+class ExchangeCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that a step of members that share experts takes longer, over all layers. 0 if `cost` was measured with
+    such members: it is in their steps."""
+
+    step_s: float = 0.0
+    """The agreement, and the calls of all layers."""
+    row_s: float = 0.0
+    """Each row of the member that has the most: all are padded to that."""
 
 
 class LinkCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +86,7 @@ class LinkCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An instance of `tp_size` devices."""
+    """An instance of `dp_size` members, which have `tp_size` devices each. `cost` and all sizes are of one member."""
 
     cost: StepCost
     link: LinkCost = LinkCost()
@@ -70,9 +94,17 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Model and device, for people."""
     version: int = VERSION
     tp_size: int = 1
-    """Devices of an instance."""
+    """Devices of a member."""
+    dp_size: int = 1
+    """Members of an instance."""
+    experts: Literal["cut", "spread"] = "cut"
+    """`spread`: the members share experts, so they step together."""
+    expert_share: float = 0.0
+    """Share of the time of a step that the experts take. It falls on all members alike; the rest lasts as long as on
+    the member that has the most to do."""
+    exchange: ExchangeCost = ExchangeCost()
     num_pages: int = 4096
-    """Pages of an instance."""
+    """Pages of a member."""
     page_size: int = 16
     kv_bytes_per_token: int = 1024
     """Over all layers and ranks."""
@@ -93,14 +125,37 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: dict[str, Any] = {}
     """Where the numbers come from: machine, commit, error of the fit."""
 
+    @property
+    def devices(self) -> int:
+        """Devices of an instance."""
+        return self.tp_size * self.dp_size
+
+    def seconds(self, loads: Sequence[StepLoad]) -> float:
+        """Return the seconds of a step with these loads of an instance, or of all members with any of a group that
+        steps together."""
+        own_s = max([self.cost.seconds(*load) for load in loads])
+        if self.experts == "cut" or self.dp_size == 1:
+            return own_s
+        prompt, pairs, sequences, context = (sum(column) / self.dp_size for column in zip(*loads, strict=True))
+        if not prompt and not sequences:
+            return own_s
+        mean_s = self.cost.seconds(prompt, pairs, sequences, context)
+        most = max(load.sizes.rows for load in loads)
+        own_s += self.expert_share * (mean_s - own_s)
+        return own_s + self.exchange.step_s + most * self.exchange.row_s
+
+    def even_s(self, prompt_tokens: int, pairs: float, sequences: int, context_tokens: int) -> float:
+        """Return the seconds of a step in which each member has this load."""
+        return self.seconds([StepLoad(prompt_tokens, pairs, sequences, context_tokens)] * self.dp_size)
+
     def token_s(self, batch: int, context: float) -> float:
-        """Return the mean seconds from a request's token to its next in steps of such a batch, with so many tokens in
-        the context of each and drafts as long as they pay."""
+        """Return the mean seconds from a request's token to its next in steps of such a batch on each member, with so
+        many tokens in the context of each and drafts as long as they pay."""
         least_s, tokens = math.inf, 0.0
         for length in range(MAX_DRAFT + 1 if self.draft_acceptance else 1):
             tokens += self.draft_acceptance**length
             rows = batch * (1 + length)
-            least_s = min(least_s, (self.cost.turn_s + self.cost.seconds(0, 0, rows, int(rows * context))) / tokens)
+            least_s = min(least_s, (self.cost.turn_s + self.even_s(0, 0, rows, int(rows * context))) / tokens)
         return least_s
 
 
@@ -114,12 +169,13 @@ def read_profile(path: str | Path) -> EngineProfile:
         raise ConfigError(f"{path} is no engine profile (`chitu bench profile` makes one): {error}") from error
     if profile.version != VERSION:
         raise ConfigError(f"{path}: version is {profile.version}; this release reads {VERSION}: measure it again")
-    for part in (profile.cost, profile.link):
+    for part in (profile.cost, profile.link, profile.exchange):
         for key, value in msgspec.structs.asdict(part).items():
             if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
                 raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
-    if not 0 <= profile.draft_acceptance < 1:
-        raise ConfigError(f"{path}: draft_acceptance is {profile.draft_acceptance}; a share below 1 is expected")
+    for name in ("draft_acceptance", "expert_share"):
+        if not 0 <= getattr(profile, name) < 1:
+            raise ConfigError(f"{path}: {name} is {getattr(profile, name)}; a share below 1 is expected")
     for key, value in msgspec.structs.asdict(profile).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ConfigError(f"{path}: {key} is {value}; at least 1 is expected")

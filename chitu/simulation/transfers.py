@@ -100,14 +100,14 @@ class TimedTransport:
 class TimedFeed(ChunkFeed):
     """A feed of an engine that computes within `launch`, so that a layer is there only when it is computed."""
 
-    later: Callable[[float, int], None]
-    """Calls `put_layer` for a layer at a virtual moment."""
+    later: Callable[[Moment, int], None]
+    """Calls `put_layer` for a layer at its moment."""
     _has_step = False
 
     def layer_done(self, layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
         assert isinstance(ready, Moment)
         assert first_layer is None, "the engine reports single layers"
-        self.later(ready.end_s, layer)
+        self.later(ready, layer)
 
     def put_layer(self, layer: int) -> None:
         """Hand over a layer that is computed now."""
@@ -179,11 +179,16 @@ class TimedSender(PrefillSender):
         """Seconds that all writes took."""
         self._free_s = 0.0
         """When the egress is free again."""
+        self._unsettled: list[tuple[Moment, int]] = []
+        """Layers of a step whose time a group has yet to set."""
         self._late: dict[int, float] = {}
         """When the last late write to a D is over, by its incarnation."""
 
-    def _later(self, when_s: float, layer: int) -> None:
-        self._world.at(when_s, self._put_layer, layer)
+    def _later(self, moment: Moment, layer: int) -> None:
+        if math.isnan(moment.end_s):
+            self._unsettled.append((moment, layer))
+        else:
+            self._world.at(moment.end_s, self._put_layer, layer)
 
     def _put_layer(self, layer: int) -> None:
         assert self.timed_feed is not None
@@ -192,6 +197,9 @@ class TimedSender(PrefillSender):
 
     def pump(self) -> None:
         """Begin the writes that may begin: one on each idle thread."""
+        unsettled, self._unsettled = self._unsettled, []
+        for moment, layer in unsettled:
+            self._later(moment, layer)
         while self._num_idle and (job := self.queue.begin()) is not None:
             effects = self._handle(JobDequeued(job))
             if not effects:
