@@ -41,7 +41,7 @@ from chitu.simulation.profile import EngineProfile, LinkCost, StepCost
 from chitu.tools.bench.profile import describe, measure
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.tools.make_model import make_model
-from chitu.tools.size.search import Question, Slo, Split
+from chitu.tools.size.search import Question, Shape, Slo, Split
 from chitu.tools.size.workload import Request, Workload
 
 SHAPES = (Split(1, 1), Split(2, 1), Split(1, 2), Split(2, 2))
@@ -199,7 +199,7 @@ def timed_profile(port: int) -> EngineProfile:
     alone = Workload(tuple(Request(float(at), 256, 16) for at in range(12)), "alone")
     slo = Slo(60.0, 60.0)
     real = run_real(port, alone, 0.4, slo)
-    predicted = Question(alone, slo, {1: profile}).trial(Split(1, 1), 0.4, is_whole=True).quantiles()
+    predicted = Question(alone, slo, {Shape(): profile}).trial(Split(1, 1), 0.4, is_whole=True).quantiles()
     step_s = max(0.0, real.tpot_p50_s - predicted["tpot_p50_s"])
     rest_s = max(0.0, real.ttft_p50_s - predicted["ttft_p50_s"])
     print(f"  a turn takes {1e3 * step_s:.2f} ms, the ways of a first token {1e3 * rest_s:.2f} ms", flush=True)
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_real(port, Workload(workload.requests[:4], "warm"), 2.0, slo)
                 profile = timed_profile(port) if args.engine == "timed" else measure(cluster.url, topology)
                 print(f"  {describe(profile)}", flush=True)
-                question = Question(workload, slo, {1: profile})
+                question = Question(workload, slo, {Shape(): profile})
                 best = question.max_rate(split)
                 print(f"  predicted {best.rate:.2f}/s", flush=True)
                 goodput, trials = real_goodput(port, workload, best.rate, slo)

@@ -195,7 +195,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--slo", required=True, metavar="ttft=S,tpot=S", help="seconds to token 1 and between tokens")
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
     command.add_argument(
-        "--profile", action="append", default=[], metavar="FILE", help="of `chitu bench profile`; one of each TP size"
+        "--profile",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of `chitu bench profile`; one of each tp_size and dp_size",
     )
     command.add_argument("--trace", metavar="FILE", help="requests: Mooncake's JSONL, or the router's trace records")
     command.add_argument("--lengths", metavar="PROMPT:OUTPUT", help="tokens of all requests, in place of a trace")

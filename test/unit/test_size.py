@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from chitu.errors import ConfigError
-from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, read_profile, write_profile
+from chitu.simulation.profile import EngineProfile, ExchangeCost, LinkCost, StepCost, read_profile, write_profile
 from chitu.tools.size.command import SizeOptions, read_slo, size
-from chitu.tools.size.search import Question, Slo, Split, Trial, _limit, search, splits
+from chitu.tools.size.search import Question, Shape, Slo, Split, Trial, _limit, search, splits
 from chitu.tools.size.workload import fixed, percentile, read_workload
 
 PROFILE = EngineProfile(
@@ -29,7 +29,7 @@ PROFILE = EngineProfile(
 
 def question(prompt: int, output: int, count: int = 60, **costs: float) -> Question:
     profile = msgspec.structs.replace(PROFILE, cost=msgspec.structs.replace(PROFILE.cost, **costs))
-    return Question(fixed(prompt, output, count), Slo(1.0, 0.15), {1: profile}, is_poisson=True)
+    return Question(fixed(prompt, output, count), Slo(1.0, 0.15), {Shape(): profile}, is_poisson=True)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_prompts_that_miss_the_bound_by_themselves_are_named() -> None:
 
 def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None:
     asked = question(20, 60, sequence_s=0.001)
-    plain, split = asked.profiles[1], Split(1, 1)
+    plain, split = asked.profiles[Shape()], Split(1, 1)
     drafting = msgspec.structs.replace(plain, draft_acceptance=0.8)
     dear = msgspec.structs.replace(drafting, cost=msgspec.structs.replace(plain.cost, decode_s=0.0, sequence_s=0.01))
     assert plain.token_s(2, 50) == pytest.approx(0.052)
@@ -71,7 +71,7 @@ def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None
     assert dear.token_s(2, 50) == pytest.approx(0.02), "a draft was taken to pay where each row costs a whole step"
     seen = {}
     for name, profile in (("plain", plain), ("drafting", drafting), ("dear", dear)):
-        asked.profiles = {1: profile}
+        asked.profiles = {Shape(): profile}
         trial = asked.trial(split, 0.05, is_whole=True)  # one at a time
         assert trial.kept == trial.num_requests == 60 and not trial.failed
         seen[name] = percentile(sorted(trial.tpots_s), 0.5)
@@ -81,16 +81,39 @@ def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None
 
 def test_a_slow_link_is_named() -> None:
     asked = question(400, 3, count=40)
-    asked.profiles = {1: msgspec.structs.replace(PROFILE, link=LinkCost(bytes_per_s=9e5, message_s=0.001))}
+    asked.profiles = {Shape(): msgspec.structs.replace(PROFILE, link=LinkCost(bytes_per_s=9e5, message_s=0.001))}
     assert _limit(asked, Trial(Split(1, 1), 2.0, 40)).startswith("the link")
 
 
 def test_every_device_is_used_and_sizes_are_mixed() -> None:
-    found = list(splits(4, [1, 2]))
+    found = list(splits(4, [Shape(1), Shape(2)]))
     assert Split(1, 3) in found and Split(0, 0, 4) in found
-    assert Split(2, 1, 0, 1, 2) in found and Split(1, 1, 0, 2, 2) in found
-    assert all(split.devices == 4 for split in found if split.decode_tp == 1 or split.prefill % 2 == 0)
-    assert Split(2, 1, 0, 1, 2).name == "2P1D(tp2)"
+    assert Split(2, 1, 0, Shape(1), Shape(2)) in found and Split(1, 1, 0, Shape(2), Shape(2)) in found
+    assert all(split.devices == 4 for split in found if split.decode_shape == Shape() or split.prefill % 2 == 0)
+    assert Split(2, 1, 0, Shape(1), Shape(2)).name == "2P1D(tp2)"
+
+
+def test_groups_of_members_are_instances_of_several_devices() -> None:
+    found = list(splits(8, [Shape(1), Shape(1, 2)]))
+    two = Split(2, 1, 0, Shape(1, 2), Shape(1, 2))
+    assert two.name == "2P(dp2)1D(dp2)" and two.devices == 6 and two not in found
+    assert Split(2, 2, 0, Shape(1, 2), Shape(1, 2)) in found and Split(2, 4, 0, Shape(1, 2)) in found
+    assert Split(1, 1, 0, Shape(2, 4), Shape(2)).name == "1P(dp4 tp2)1D(tp2)"
+    assert {split.devices for split in found if split.decode_shape == Shape()} == {8}
+
+
+def test_a_group_is_sized_by_what_its_members_serve_together() -> None:
+    asked, split = question(400, 3, count=60), Split(2, 1, 0, Shape(1, 2), Shape(1, 2))
+    near = msgspec.structs.replace(PROFILE, experts="spread", dp_size=2, exchange=ExchangeCost(0.001, 1e-6))
+    far = msgspec.structs.replace(near, exchange=ExchangeCost(0.1, 1e-3))
+    kept = {}
+    for name, profile in (("near", near), ("far", far)):
+        asked.profiles = {Shape(1, 2): profile}
+        kept[name] = asked.trial(split, 4.0).attained
+    asked.profiles = {Shape(): PROFILE}
+    kept["two alone"] = asked.trial(Split(2, 1), 4.5).attained
+    assert kept["near"] > 0.9 > kept["two alone"], "two P of two members serve more than two P"
+    assert kept["far"] < 0.5, "an exchange that takes longer than the step"
 
 
 def write(folder: Path, *lines: object) -> Path:

@@ -23,7 +23,7 @@ import msgspec
 
 from chitu.config.devices import overlaps_steps
 from chitu.config.load import load_topology
-from chitu.config.schema import Topology
+from chitu.config.schema import InstanceConfig, Topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_calls import credential
@@ -113,23 +113,27 @@ def profile_of(cluster: ClusterSnapshot, topology: Topology, name: str = "") -> 
             f"too few steps are measured yet (with prompts + without: {counts}; {FEW_STEPS} of each are needed): "
             "send some requests, or let `chitu bench profile` start a cluster"
         )
+    instance, load = up[-1]
+    layout, scheduler, router = instance.layout, topology.scheduler, topology.dp_config.router
+    assert layout is not None, "an instance that is up has a layout"
+    configs = (*router.decode_schedulers, *router.unified_schedulers, *router.prefill_schedulers)
+    config = configs[0] if configs else InstanceConfig()
+    members = config.dp_size if config.experts == "spread" else 1  # whose rows are counted together
     cost = StepCost(
         prefill_s=_median(rates.prompt_step_s for rates in prompt),
         prompt_token_s=_median(rates.prompt_token_s for rates in prompt),
         prompt_pair_s=_median(rates.prompt_pair_s for rates in prompt),
         decode_s=_median(rates.decode_step_s for rates in decode),
-        sequence_s=_median(rates.row_s for rates in decode),
+        sequence_s=members * _median(rates.row_s for rates in decode),
         context_s=_median(rates.context_token_s for rates in decode),
     )
-    instance, load = up[-1]
-    layout, scheduler, router = instance.layout, topology.scheduler, topology.dp_config.router
-    assert layout is not None, "an instance that is up has a layout"
-    configs = (*router.decode_schedulers, *router.unified_schedulers, *router.prefill_schedulers)
     return EngineProfile(
         cost,
         link_of(loads),
         name=name or f"{cluster.model} on {machine()['cpu']}",
         tp_size=layout.tp_size,
+        dp_size=config.dp_size,
+        experts=config.experts,
         num_pages=load.pages_total,
         page_size=cluster.page_size,
         kv_bytes_per_token=max(1, sum(layout.bytes_by_layer) * layout.tp_size // layout.page_size),
@@ -139,7 +143,7 @@ def profile_of(cluster: ClusterSnapshot, topology: Topology, name: str = "") -> 
         max_running_requests=scheduler.max_running_requests,
         max_batched_tokens=scheduler.max_batched_tokens,
         chunk_size=scheduler.chunk_size,
-        overlap=bool(configs) and overlaps_steps(scheduler, configs[0]),
+        overlap=bool(configs) and overlaps_steps(scheduler, config),
         measured={
             "commit": commit(),
             "machine": machine(),

@@ -14,7 +14,7 @@ from rich.console import Console
 from chitu.errors import ConfigError
 from chitu.simulation.profile import EngineProfile, read_profile
 from chitu.tools.size import report
-from chitu.tools.size.search import Question, Slo, search
+from chitu.tools.size.search import Question, Shape, Slo, search
 from chitu.tools.size.workload import Workload, fixed, read_workload
 
 
@@ -76,16 +76,18 @@ def read_slo(text: str) -> tuple[float, float]:
     return ttft_s, tpot_s
 
 
-def read_profiles(paths: Sequence[str]) -> dict[int, EngineProfile]:
-    """Return the profiles by TP size. Raises ConfigError if there are none, or two of one size."""
+def read_profiles(paths: Sequence[str]) -> dict[Shape, EngineProfile]:
+    """Return the profiles by the shape of their instances. Raises ConfigError if there are none, or two of one."""
     if not paths:
         raise ConfigError("--profile is missing: a file that `chitu bench profile` has written on your devices")
-    profiles: dict[int, EngineProfile] = {}
+    profiles: dict[Shape, EngineProfile] = {}
     for path in paths:
         profile = read_profile(path)
-        if profile.tp_size in profiles:
-            raise ConfigError(f"--profile: two profiles have tp_size {profile.tp_size}; give one of each size")
-        profiles[profile.tp_size] = profile
+        shape = Shape(profile.tp_size, profile.dp_size)
+        if shape in profiles:
+            dp = f" and dp_size {shape.dp}" if shape.dp > 1 else ""
+            raise ConfigError(f"--profile: two profiles have tp_size {shape.tp}{dp}; give one of each size")
+        profiles[shape] = profile
     return profiles
 
 
@@ -102,7 +104,7 @@ def _workload(options: SizeOptions) -> tuple[Workload, bool]:
     return fixed(prompt, output, options.requests), True
 
 
-def _check_fits(workload: Workload, profiles: dict[int, EngineProfile]) -> None:
+def _check_fits(workload: Workload, profiles: dict[Shape, EngineProfile]) -> None:
     """Raise ConfigError if an instance is too small for a request."""
     longest = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
     for profile in profiles.values():

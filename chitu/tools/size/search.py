@@ -44,23 +44,37 @@ class Slo(NamedTuple):
     """Share of the requests that keep both."""
 
 
+class Shape(NamedTuple):
+    """Devices of an instance: data ranks, each of `tp` devices."""
+
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.dp
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}{size}" for name, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
+
+
 class Split(NamedTuple):
     prefill: int = 0
     decode: int = 0
     unified: int = 0
-    prefill_tp: int = 1
-    decode_tp: int = 1
+    prefill_shape: Shape = Shape()
+    decode_shape: Shape = Shape()
     """Also of unified instances."""
 
     @property
     def devices(self) -> int:
-        return self.prefill * self.prefill_tp + (self.decode + self.unified) * self.decode_tp
+        return self.prefill * self.prefill_shape.devices + (self.decode + self.unified) * self.decode_shape.devices
 
     @property
     def name(self) -> str:
-        pair = (self.prefill, "P", self.prefill_tp), (self.decode, "D", self.decode_tp)
-        parts = (*pair, (self.unified, "U", self.decode_tp))
-        return "".join(f"{n}{letter}" + (f"(tp{tp})" if tp > 1 else "") for n, letter, tp in parts if n)
+        pair = (self.prefill, "P", self.prefill_shape), (self.decode, "D", self.decode_shape)
+        parts = (*pair, (self.unified, "U", self.decode_shape))
+        return "".join(f"{n}{letter}" + (f"({shape})" if shape.devices > 1 else "") for n, letter, shape in parts if n)
 
 
 @dataclass(slots=True)
@@ -138,31 +152,34 @@ class Trial:
 
 @dataclass(slots=True)
 class Question:
-    """What is asked: load, bound, engines by TP size."""
+    """What is asked: load, bound, engines by the shape of their instances."""
 
     workload: Workload
     slo: Slo
-    profiles: Mapping[int, EngineProfile]
+    profiles: Mapping[Shape, EngineProfile]
     is_poisson: bool = False
     seed: int = 0
     say: Callable[[str], None] = lambda text: None
 
     # --------------------------------------------------------------------------------------------------------- limits
 
-    def max_running(self, tp: int) -> int:
-        """Return the largest batch on D whose steps keep `tpot_s`, with answers half done."""
-        profile, context = self.profiles[tp], self.workload.mean_prompt + self.workload.mean_output / 2
+    def max_running(self, shape: Shape) -> int:
+        """Return the largest batch on each member of a D whose steps keep `tpot_s`, with answers half done."""
+        profile, context = self.profiles[shape], self.workload.mean_prompt + self.workload.mean_output / 2
         batches = range(1, profile.max_running_requests + 1)
         return max(1, bisect_right(batches, self.slo.tpot_s, key=lambda batch: profile.token_s(batch, context)))
 
-    def prompt_s(self, tp: int, tokens: float) -> float:
-        """Return the seconds of steps that compute a prompt."""
-        profile, cost = self.profiles[tp], self.profiles[tp].cost
+    def prompt_s(self, shape: Shape, tokens: float) -> float:
+        """Return the seconds of steps that compute a prompt, beside like ones on the other members of a group."""
+        profile, cost = self.profiles[shape], self.profiles[shape].cost
         steps = max(1.0, tokens / profile.max_batched_tokens)
-        return steps * cost.prefill_s + tokens * cost.prompt_token_s + tokens * tokens / 2 * cost.prompt_pair_s
+        own_s = steps * cost.prefill_s + tokens * cost.prompt_token_s + tokens * tokens / 2 * cost.prompt_pair_s
+        if profile.experts == "cut" or profile.dp_size == 1:
+            return own_s
+        return own_s + steps * profile.exchange.step_s + tokens * profile.exchange.row_s
 
-    def scheduler(self, tp: int, max_running: int) -> SchedulerConfig:
-        profile = self.profiles[tp]
+    def scheduler(self, shape: Shape, max_running: int) -> SchedulerConfig:
+        profile = self.profiles[shape]
         return SchedulerConfig(
             max_running_requests=max_running,
             max_batched_tokens=profile.max_batched_tokens,
@@ -173,12 +190,15 @@ class Question:
     def estimate(self, split: Split, cached_share: float = 0.0) -> float:
         """Return about how many requests a second a split serves, from the mean request alone."""
         prompt, output = self.workload.mean_prompt, self.workload.mean_output
-        prompt_s = self.prompt_s(split.prefill_tp if split.prefill else split.decode_tp, prompt * (1 - cached_share))
-        batch, profile = self.max_running(split.decode_tp), self.profiles[split.decode_tp]
+        prompt_s = self.prompt_s(
+            split.prefill_shape if split.prefill else split.decode_shape, prompt * (1 - cached_share)
+        )
+        batch, profile = self.max_running(split.decode_shape), self.profiles[split.decode_shape]
         batch = max(1, min(batch, int(profile.num_pages * profile.page_size / (prompt + output))))
         answer_s = output * profile.token_s(batch, prompt + output / 2) / batch
-        pairs = min(split.prefill / max(prompt_s, 1e-9), split.decode / max(answer_s, 1e-9))
-        return pairs + split.unified / (prompt_s + answer_s)
+        prefill, decode = split.prefill * split.prefill_shape.dp, split.decode * split.decode_shape.dp
+        pairs = min(prefill / max(prompt_s, 1e-9), decode / max(answer_s, 1e-9))
+        return pairs + split.unified * split.decode_shape.dp / (prompt_s + answer_s)
 
     # ---------------------------------------------------------------------------------------------------------- trials
 
@@ -214,10 +234,10 @@ class Question:
     def _cluster(
         self, split: Split, max_queue_s: float | None, on_end: Callable[[SimulatedRequest], None]
     ) -> SimulatedCluster:
-        prefill, decode = self.profiles[split.prefill_tp], self.profiles[split.decode_tp]
-        running = self.max_running(split.decode_tp)
-        of_prefill = self.scheduler(split.prefill_tp, prefill.max_running_requests)
-        of_decode = self.scheduler(split.decode_tp, running)
+        prefill, decode = self.profiles[split.prefill_shape], self.profiles[split.decode_shape]
+        running = self.max_running(split.decode_shape)
+        of_prefill = self.scheduler(split.prefill_shape, prefill.max_running_requests)
+        of_decode = self.scheduler(split.decode_shape, running)
         config, forever_s = RouterConfig(max_in_flight=1 << 30, max_tokens_in_flight=1 << 50), 1e6
         deadlines = msgspec.structs.replace(
             config.pd_disaggregation.deadlines, queue_s=forever_s, transfer_s=forever_s, bootstrap_s=forever_s
@@ -336,25 +356,24 @@ class Sizing:
     """At twice the rate, without and with `max_queue_s`."""
 
 
-def splits(devices: int, sizes: list[int]) -> Iterator[Split]:
-    """Yield the splits that use all devices, or as many as instances of these sizes can."""
-    for decode_tp in sizes:
-        if devices >= decode_tp:
-            yield Split(0, 0, devices // decode_tp, decode_tp, decode_tp)
-        for prefill_tp in sizes:
-            for prefill in range(1, devices // prefill_tp + 1):
-                decode = (devices - prefill * prefill_tp) // decode_tp
+def splits(devices: int, shapes: list[Shape]) -> Iterator[Split]:
+    """Yield the splits that use all devices, or as many as instances of these shapes can."""
+    for decode_shape in shapes:
+        if devices >= decode_shape.devices:
+            yield Split(0, 0, devices // decode_shape.devices, decode_shape, decode_shape)
+        for prefill_shape in shapes:
+            for prefill in range(1, devices // prefill_shape.devices + 1):
+                decode = (devices - prefill * prefill_shape.devices) // decode_shape.devices
                 if decode:
-                    yield Split(prefill, decode, 0, prefill_tp, decode_tp)
+                    yield Split(prefill, decode, 0, prefill_shape, decode_shape)
 
 
 def search(question: Question, devices: int) -> Sizing:
     """Return the split of so many devices with the highest goodput. Raises ConfigError if none keeps the SLO."""
     found = sorted(splits(devices, sorted(question.profiles)), key=question.estimate, reverse=True)
     if not found:
-        raise ConfigError(
-            f"{devices} devices are too few: an instance of the given profiles has {min(question.profiles)}"
-        )
+        least = min(shape.devices for shape in question.profiles)
+        raise ConfigError(f"{devices} devices are too few: an instance of the given profiles has {least}")
     tried: dict[Split, Trial] = {}
     best = tried[found[0]] = question.max_rate(found[0])
     likely = _likeliest(found)
@@ -367,7 +386,7 @@ def search(question: Question, devices: int) -> Sizing:
             f"{question.slo.share:.0%} of the requests, however few they are"
         )
     finding = Sizing(best, list(tried.values()), _limit(question, best))
-    finding.max_running = question.max_running(best.split.decode_tp)
+    finding.max_running = question.max_running(best.split.decode_shape)
     finding.more = [_more(question, best, split) for split in _one_more(best.split)]
     _set_limits(question, finding)
     return finding
@@ -387,20 +406,22 @@ def _better(question: Question, split: Split, best: Trial) -> Trial:
 
 def _neighbours(split: Split, found: list[Split]) -> list[Split]:
     """Return the splits with one P more or less."""
-    sizes = split.prefill_tp, split.decode_tp
+    sizes = split.prefill_shape, split.decode_shape
     return [
         other
         for other in found
-        if other.prefill and (other.prefill_tp, other.decode_tp) == sizes and abs(other.prefill - split.prefill) == 1
+        if other.prefill
+        and (other.prefill_shape, other.decode_shape) == sizes
+        and abs(other.prefill - split.prefill) == 1
     ]
 
 
 def _likeliest(found: list[Split]) -> list[Split]:
     """Return the first splits of each kind, in the order of `found`: an estimate is seldom off by more."""
-    counts: dict[tuple[bool, int, int], int] = {}
+    counts: dict[tuple[bool, Shape, Shape], int] = {}
     likely = []
     for split in found:
-        kind = split.unified > 0, split.prefill_tp, split.decode_tp
+        kind = split.unified > 0, split.prefill_shape, split.decode_shape
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= LIKELY:
             likely.append(split)
@@ -423,8 +444,8 @@ def _limit(question: Question, best: Trial) -> str:
     trial = question.trial(best.split, best.rate * 1.25, is_whole=True)
     busy, waiting = trial.busy, trial.waiting
     split, slo, requests = trial.split, question.slo, question.workload.requests
-    tp, computed = split.prefill_tp if split.prefill else split.decode_tp, 1 - trial.cached_share
-    too_long = sum(question.prompt_s(tp, computed * request.prompt_tokens) > slo.ttft_s for request in requests)
+    shape, computed = split.prefill_shape if split.prefill else split.decode_shape, 1 - trial.cached_share
+    too_long = sum(question.prompt_s(shape, computed * request.prompt_tokens) > slo.ttft_s for request in requests)
     if too_long > LONG_SHARE * (1 - slo.share) * len(requests):
         share = too_long / len(requests)
         return (
@@ -438,7 +459,7 @@ def _limit(question: Question, best: Trial) -> str:
     if trial.split.unified:
         return f"U: prompts wait ({waiting['U']:.1f} on each), steps run {busy['U']:.0%} of the time"
     if waiting.get("D", 0.0) >= 1.0 and (
-        trial.pages > BUSY or trial.running > BUSY * question.max_running(trial.split.decode_tp)
+        trial.pages > BUSY or trial.running > BUSY * question.max_running(trial.split.decode_shape)
     ):
         what = "pages" if trial.pages > BUSY else "a place in the batch"
         return f"D: requests wait for {what} ({waiting['D']:.1f} on each; {trial.pages:.0%} of the pages in use)"
@@ -449,7 +470,7 @@ def _set_limits(question: Question, finding: Sizing) -> None:
     """Choose `max_queue_s` so that an admitted request still keeps `ttft_s`, and try it at twice the rate."""
     split, slo = finding.best.split, question.slo
     prompts = sorted(request.prompt_tokens for request in question.workload.requests)
-    long_s = question.prompt_s(split.prefill_tp, percentile(prompts, 0.9) * (1 - finding.best.cached_share))
+    long_s = question.prompt_s(split.prefill_shape, percentile(prompts, 0.9) * (1 - finding.best.cached_share))
     finding.max_queue_s = round(max(slo.ttft_s / 10, (slo.ttft_s - long_s) * 0.75), 2)
     rate = 2 * finding.best.rate
     finding.overload = (
