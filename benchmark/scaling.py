@@ -13,6 +13,7 @@ the slowest in every step. Beside them stand as many instances that step alone a
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import logging
 import multiprocessing
@@ -88,19 +89,18 @@ def _exchange(rank: int, folder: str, answers: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    links = GroupLinks(dist.group.WORLD)
-    found = []
+    group = dist.group.WORLD
+    assert group is not None
+    links, found = GroupLinks(group), []
     for rows in ROWS:
         there, back = torch.zeros(rows, HIDDEN + 2 * EXPERTS_OF_ROW), torch.zeros(2 * rows, HIDDEN)
-        half = rows // 2
-        calls = {
-            "all-gather": (lambda: links.all_gather(there), there.nbytes),  # noqa: B023
-            "reduce-scatter": (lambda: links.reduce_scatter(back), back.nbytes // 2),  # noqa: B023
-        }
-        sends = (half, rows - half)  # of both
-        takes = (sends[rank], sends[rank])
-        calls["all-to-all"] = (lambda: links.all_to_all(there, sends, takes), there.nbytes // 2)  # noqa: B023
-        for name, (call, nbytes) in calls.items():
+        sends = (rows // 2, rows - rows // 2)  # of both
+        calls = (
+            ("all-gather", there.nbytes, functools.partial(links.all_gather, there)),
+            ("reduce-scatter", back.nbytes // 2, functools.partial(links.reduce_scatter, back)),
+            ("all-to-all", there.nbytes // 2, functools.partial(links.all_to_all, there, sends, (sends[rank],) * 2)),
+        )
+        for name, nbytes, call in calls:
             times_s = []
             for _ in range(REPEATS):
                 begin_s = time.perf_counter()

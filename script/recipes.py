@@ -118,9 +118,11 @@ CHOSEN = (
     Recipe(
         "DeepSeek-R1", "fp8", "h200", 8, "trtllm", Side(2, 8, 1, 1, "spread"), Side(1, 1, 8, 1, "spread"), "mtp 2", 1
     ),
-    Recipe("DeepSeek-R1", "fp8", "b200", 8, "sglang", Side(1, 1, 8, 1, "cut"), Side(2, 8, 1, 1, "cut"), "", 1),
-    Recipe("DeepSeek-R1", "fp8", "h100", 8, "trtllm", Side(1, 1, 16, 1, "spread"), Side(1, 1, 16, 1, "spread"), "", 1),
-    Recipe("DeepSeek-R1", "fp4", "gb200", 4, "trtllm", Side(4, 1, 4, 1, "spread"), Side(1, 1, 32, 1, "spread"), "", 1),
+    Recipe("DeepSeek-R1", "fp8", "b200", 8, "sglang", Side(1, 1, 8, 1, "cut"), Side(4, 8, 1, 1, "cut"), "", 1),
+    Recipe(
+        "DeepSeek-R1", "fp8", "h100", 8, "trtllm", Side(1, 1, 16, 1, "spread"), Side(1, 1, 16, 1, "spread"), "mtp 3", 1
+    ),
+    Recipe("DeepSeek-R1", "fp4", "gb200", 4, "trtllm", Side(1, 1, 4, 1, "spread"), Side(1, 1, 32, 1, "spread"), "", 1),
     Recipe("GLM-5", "fp8", "b200", 8, "sglang", Side(1, 1, 8, 1, "cut"), Side(1, 1, 8, 1, "cut"), "", 1),
     Recipe("GLM-5", "fp4", "gb300", 4, "sglang", Side(2, 1, 2, 1, "spread"), Side(1, 1, 16, 1, "spread"), "eagle 2", 1),
     Recipe(

@@ -176,8 +176,8 @@ class Selector:
         for role, instances in ((Role.DECODE, candidates.decode), (Role.UNIFIED, candidates.unified)):
             groups: dict[int, list[InstanceKey]] = {}
             for info in instances:
-                is_together = info.group is not None and info.group.shares_experts
-                groups.setdefault(info.group.id if is_together else 0, []).append(instance_key(info))
+                group_id = info.group.id if info.group is not None and info.group.shares_experts else 0
+                groups.setdefault(group_id, []).append(instance_key(info))
             if groups.keys() - {0}:
                 self._groups[role] = list(groups.values())
 
