@@ -136,6 +136,9 @@ class SchedulerConfig(Section, frozen=True):
     """Tokens that D keeps free for the growth of each running request when it admits a new one."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the tokens of the previous one are read. `auto`: on CUDA."""
+    graphs: Literal["auto", "off"] = "auto"
+    """Recorded steps (CUDA graphs). `auto`: on CUDA, of models that our own code computes and that have no recurrent
+    state or sparse attention. `off`: none, if the capture of a library's calls fails."""
     speculation: Literal["auto", "text", "mtp", "off"] = "auto"
     """Speculative decoding: draft tokens are computed ahead in the step of a request and kept where they are the tokens
     that are drawn anyway, so no answer changes. `text`: drafts are what followed the newest tokens earlier in the

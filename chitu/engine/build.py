@@ -352,7 +352,8 @@ def _assemble(
     # Whether rows have adapters, members that share experts do not tell each other.
     is_sparse = spec.latent is not None and spec.latent.index is not None
     is_own = spec.code == "own" and not is_sparse and not (experts is not None and target.adapters)
-    is_recorded, recording = device.type == "cuda" and not layout.state and is_own, None
+    has_graphs = device.type == "cuda" and topology.scheduler.graphs == "auto"
+    is_recorded, recording = has_graphs and not layout.state and is_own, None
     if is_recorded:
         has_members = experts is not None and experts.has_members  # then steps with prompts exchange by all_to_all
         recorder = CudaRecorder(device, has_ranks=group is not None or has_members)
