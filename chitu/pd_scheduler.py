@@ -57,6 +57,8 @@ class _LaunchedStep:
     num_decoding: int
     drafted: dict[int, int]
     """Tokens of drafts, by slot."""
+    has_first: bool
+    """Whether it draws a first token, or completes a prompt."""
 
 
 class PDScheduler:
@@ -188,6 +190,9 @@ class PDScheduler:
             self._faults.check_device()
         if self._pending is not None and self._pending.drafted:
             self._sync_step()  # the next step begins where its drafts end
+        if self._pending is not None and self._pending.has_first and self._pending.handle.is_done():
+            self._sync_step()  # a first token does not wait until the next step is planned
+            self._tokens.flush(self._clock.monotonic())
         step = self._schedule()
         if step.has_work:
             self._launched = self._launch(step)
@@ -292,12 +297,23 @@ class PDScheduler:
             step, handle = self._faults.repeat(step, error)
         chunks, work = step.chunks, self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
         drafted = {sequence.slot: len(tokens) for sequence, tokens in step.drafts.items()}
+        has_first = bool(step.first_tokens) or any(chunk.is_last for chunk in chunks)
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         chunk_slots = [chunk.sequence.slot for chunk in chunks]
         of_group = self._core.engine.others
         launched = _LaunchedStep(
-            handle, chunks, chunk_slots, slots, sequences, self._planned_s, work, of_group, len(step.decoding), drafted
+            handle,
+            chunks,
+            chunk_slots,
+            slots,
+            sequences,
+            self._planned_s,
+            work,
+            of_group,
+            len(step.decoding),
+            drafted,
+            has_first,
         )
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
@@ -355,8 +371,14 @@ class PDScheduler:
         if not self._role.samples:
             self._send_early(sequences, result.tokens)
         self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
-        if not self._role.samples:
-            return
+        if self._role.samples:
+            self._emit_all(sequences, result)
+        if step.chunks:  # what a peer and the clients wait for has left
+            if self._role.samples:
+                self._tokens.flush(self._clock.monotonic())
+            self._role.keep(step.chunks)
+
+    def _emit_all(self, sequences: list[Sequence], result: StepResult) -> None:
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(sequences, result.tokens, strict=True)):
             if sequence.state not in OPEN_STATES:

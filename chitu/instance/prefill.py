@@ -172,8 +172,8 @@ class PrefillManager:
         return done
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
-        """Account for a step that is done: cache what it computed for later prompts, unless the request is over, and
-        give the owner the prompts that it completed. `slots` are those of the chunks at its launch."""
+        """Account for a step that is done, and give the owner the prompts that it completed. `slots` are those of the
+        chunks at its launch. `keep` follows, once the tokens of the step have left."""
         if chunks:
             seconds = self._clock.monotonic() - self._unread_s.popleft()
             self._tiers.note_prefill(sum(chunk.length for chunk in chunks), seconds)
@@ -181,14 +181,27 @@ class PrefillManager:
             sequence, prompt = chunk.sequence, chunk.sequence.prompt
             if sequence.state not in OPEN_STATES:
                 continue
-            if not self._resources.has_state:
-                self._commit(sequence, chunk.start + chunk.length)
-            elif 0 < chunk.start == prompt.keep_at:
+            if self._resources.has_state and 0 < chunk.start == prompt.keep_at:
                 self._settle_state(sequence)
             if prompt.asked.logprobs is not None or prompt.asked.pooling:
                 prompt.lines = (prompt.lines or b"") + prompt_logprobs.get(slot, b"")
-            if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
+            if self._is_computed(chunk) and not sequence.forks:
                 self._owner.on_computed(sequence)
+
+    def keep(self, chunks: list[Chunk]) -> None:
+        """Cache what a step that is done computed for later prompts, unless the request is over. It takes a millisecond
+        for a long prompt, so what others wait for goes first; forks share the cached pages, so they come behind it."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.state not in OPEN_STATES:
+                continue
+            if not self._resources.has_state:
+                self._commit(sequence, chunk.start + chunk.length)
+            if self._is_computed(chunk) and sequence.forks:
+                self._owner.on_computed(sequence)
+
+    def _is_computed(self, chunk: Chunk) -> bool:
+        return chunk.is_last and chunk.sequence.state is SequenceState.INFLIGHT
 
     def start(self, sequence: Sequence, plan: StepPlan) -> None:
         """Give a waiting prompt its slot and pages, for which the caller has just found room. Called before `schedule`:

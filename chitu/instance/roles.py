@@ -93,6 +93,10 @@ class InstanceRole(ABC):
         """Account for the chunks of a step that is done, as `PrefillManager.after_read` does."""
         return
 
+    def keep(self, chunks: list[Chunk]) -> None:
+        """Keep what these chunks computed, as `PrefillManager.keep` does."""
+        return
+
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Account for a draft of a step that is done, of which so many tokens were drawn."""
         raise Internal(f"{sequence.head.request_id} has a draft where nothing decodes")
@@ -166,6 +170,9 @@ class PrefillRole(InstanceRole):
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         self._prefill.after_read(chunks, slots, prompt_logprobs)
+
+    def keep(self, chunks: list[Chunk]) -> None:
+        self._prefill.keep(chunks)
 
     def poll(self) -> list[TransferEvent]:
         return self._sender.poll()
@@ -265,6 +272,9 @@ class DecodeRole(InstanceRole):
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         self._prefill.after_read(chunks, slots, prompt_logprobs)
+
+    def keep(self, chunks: list[Chunk]) -> None:
+        self._prefill.keep(chunks)
 
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self._decode.note_draft(sequence, drafted, accepted)

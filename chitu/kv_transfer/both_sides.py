@@ -336,11 +336,13 @@ class TransferOutbox:
         return leaving
 
     def leave(self, leaving: list[Send | Line | TransferEvent]) -> None:
-        """Send the frames, write the lines, and wake the step thread if it has events to poll."""
+        """Send the frames, wake the step thread if it has events to poll, and then write the lines, for which nobody
+        waits."""
         for effect in leaving:
             if isinstance(effect, Send):
                 self._send_frame(effect.host, effect.port, effect.room, encode(effect.message))
-            elif isinstance(effect, Line):
-                self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))
         if any(isinstance(effect, TransferEvent) for effect in leaving):
             self._wake()
+        for effect in leaving:
+            if isinstance(effect, Line):
+                self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))

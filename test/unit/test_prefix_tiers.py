@@ -75,7 +75,7 @@ def test_random_requests_have_the_tokens_of_a_run_without_any_cache() -> None:
     """Prompts fork, a pool and host memory hold a part of them, jobs run at random moments, and some requests are
     cancelled and the cache flushed now and then."""
     hits = evictions = 0
-    for seed in range(16):
+    for seed in range(20):
         rng = random.Random(seed)
         instance = Tiered(24, host_pages=rng.choice((3, 12, 40)), overlap=bool(seed % 2))
         prompts = [prompt_of(rng.randrange(3), rng.randrange(1, 60)) for _ in range(24)]
@@ -504,7 +504,7 @@ def test_a_flush_clears_the_disk_and_what_was_to_be_put_there(tmp_path: Path) ->
 def test_random_requests_over_all_tiers_have_the_right_tokens(tmp_path: Path) -> None:
     """Each tier holds a part, records change, calls fail, and instances are replaced."""
     hits = {"disk": 0, "store": 0}
-    for seed in range(5):
+    for seed in range(7):
         rng = random.Random(seed)
         store = MemoryStore()
         for _ in range(2):
