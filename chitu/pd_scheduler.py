@@ -353,6 +353,7 @@ class PDScheduler:
             return
         result = step.handle.result()
         sequences = self._drawn(step, result)
+        damaged = self._role.take_rows(sequences, result.rows) if result.rows else []
         if step.num_decoding and self._core.drafts.is_on:
             accepted = len(result.slots) - len(step.slots)
             self._load.pace.note_drafts(step.num_decoding, sum(step.drafted.values()), accepted)
@@ -362,7 +363,7 @@ class PDScheduler:
         self._resources.read()
         self._load.steps += 1
         if not is_sound(result):
-            self._end_unsound(step, result)
+            self._end_unsound(step, result, damaged)
         if not self._role.samples and any(chunk.is_last and chunk.sequence.is_open for chunk in step.chunks):
             self._faults.note_sound()
         if self._executor.info.guesses:
@@ -372,16 +373,16 @@ class PDScheduler:
             self._send_early(sequences, result.tokens)
         self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         if self._role.samples:
-            self._emit_all(sequences, result)
+            self._emit_all(sequences, result, damaged)
         if step.chunks:  # what a peer and the clients wait for has left
             if self._role.samples:
                 self._tokens.flush(self._clock.monotonic())
             self._role.keep(step.chunks)
 
-    def _emit_all(self, sequences: list[Sequence], result: StepResult) -> None:
+    def _emit_all(self, sequences: list[Sequence], result: StepResult, damaged: list[Sequence]) -> None:
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(sequences, result.tokens, strict=True)):
-            if sequence.state not in OPEN_STATES:
+            if sequence.state not in OPEN_STATES or sequence in damaged:
                 continue  # a surplus row or token: the request ended after the launch, or with the token before
             if failures and (reason := failures.get(result.slots[place])) and sequence not in sequences[place + 1 :]:
                 self._ends.fail(sequence, InvalidRequest(reason))
@@ -406,15 +407,16 @@ class PDScheduler:
             sequences += [sequence] * counts[slot]
         return sequences
 
-    def _end_unsound(self, step: _LaunchedStep, result: StepResult) -> None:
-        """End the sequences whose numbers are not finite, before anything of the step is cached."""
+    def _end_unsound(self, step: _LaunchedStep, result: StepResult, damaged: list[Sequence]) -> None:
+        """End the sequences whose numbers are not finite, before anything of the step is cached. Those of a damaged row
+        say nothing of who computed it."""
         slots = {slot for slot, token in zip(result.slots, result.tokens, strict=True) if token < 0}.union(
             result.unsound
         )
         chunks = zip(step.chunks, step.chunk_slots, strict=True)
         self._faults.end_unsound([chunk.sequence for chunk, slot in chunks if slot in slots])
         sampled = zip(step.sequences, step.slots, strict=True)
-        self._faults.end_unsound([sequence for sequence, slot in sampled if slot in slots])
+        self._faults.end_unsound([each for each, slot in sampled if slot in slots and each not in damaged])
         self._load.unsound = self._faults.num_unsound
 
     def _send_early(self, sequences: list[Sequence], tokens: list[int]) -> None:

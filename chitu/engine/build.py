@@ -386,7 +386,7 @@ def _assemble(
         topology, target.instance, spec, device, max(recording.prefill_sizes, default=0) if recording is not None else 0
     )
     mtp_tokens = topology.scheduler.mtp_tokens
-    steps = recording, prompts, mtp_tokens, decodes, experts
+    steps = recording, prompts, mtp_tokens, decodes, experts, pool.device.type == "cuda"
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)

@@ -154,6 +154,8 @@ class FirstToken(PlanPart, frozen=True):
     aux_slot: int
     has_kv: bool = False
     """Whether the prompt's KV is here, so that the model can draft behind the token."""
+    is_checked: bool = False
+    """Whether the step also reports what it found in the row (`StepResult.rows`), if `ExecutorInfo.checks_rows`."""
 
 
 class Draft(PlanPart, frozen=True):
@@ -224,6 +226,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """Slots of prefill chunks that sample nothing and end in numbers that are not finite: neither is their KV."""
     drafts: dict[int, list[int]] = {}
     """What the model itself drafts behind the newest token, by slot (`engine/mtp.py`)."""
+    rows: dict[int, bytes] = {}
+    """Header and checksum of the aux row, by slot, for first tokens that ask (`MetadataBuffers.judge`)."""
 
 
 def is_sound(result: StepResult) -> bool:
@@ -281,6 +285,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Most tokens that the model itself drafts (`StepResult.drafts`); 0: none."""
     samples: bool = True
     """Whether it can sample tokens; False on a P that draws no first tokens."""
+    checks_rows: bool = False
+    """Whether a step checks the rows that it draws first tokens from, because another thread would wait for its
+    device."""
 
 
 class Executor(Protocol):

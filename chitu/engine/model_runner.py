@@ -44,12 +44,15 @@ from chitu.engine.step_tokens import (
     Guesses,
     Lines,
     Mark,
+    Rows,
     StepLogprobs,
     StepTokens,
     joined,
     logprob_lines,
 )
 from chitu.errors import ConfigError, Internal
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_cache.device_rows import RowSums
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
@@ -79,6 +82,7 @@ class ModelRunner:
     operation. `warmup_prompts`: see `warmup.Shapes`.
     `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     `experts`: the ranks among which the model's experts are spread.
+    `checks_rows`: as in `ExecutorInfo`.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class ModelRunner:
         mtp_tokens: int = 1,
         decodes: bool = True,
         experts: ExpertGroup | None = None,
+        checks_rows: bool = False,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -150,6 +155,9 @@ class ModelRunner:
         """Logprobs of the sampled tokens of the step that is being launched."""
         self._checks: list[Checks] = []
         """Whether the rows of its chunks that sample nothing are finite."""
+        self._row_sums = RowSums(pool.aux_row_bytes, pool.device) if checks_rows else None
+        self._rows: Rows | None = None
+        """What was found in the aux rows from which the step that is being launched draws."""
         self._tokens = StepTokens((2 + MAX_DRAFT) * num_slots, self._mark if self._device.type == "cuda" else None)
         self.info = ExecutorInfo(
             num_slots,
@@ -161,6 +169,7 @@ class ModelRunner:
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
             guesses=mtp_tokens if spec.has_draft_layer else 0,
             samples=sampler is not None,
+            checks_rows=checks_rows,
         )
 
     @property
@@ -199,7 +208,7 @@ class ModelRunner:
             guesses = self._guess(self._mtp, plan, drawn, on_layer) if self._mtp is not None else None
             if self._sampler is not None:
                 self._failures.update(self._sampler.take_failures())
-            found = self._prompt_lines, self._failures, self._checks, guesses
+            found = self._prompt_lines, self._failures, self._checks, guesses, self._rows
             return self._tokens.launched(slots, tokens_N, lines, *found)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
@@ -245,7 +254,7 @@ class ModelRunner:
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
         self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
-        self._forwarded = []
+        self._forwarded, self._rows = [], None
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
         self._least_rows = self._recorded_rows(plan)
@@ -273,8 +282,7 @@ class ModelRunner:
         tokens: list[torch.Tensor] = []
         if plan.first_tokens and self._model.is_main:
             first_slots = [first.slot for first in plan.first_tokens]
-            logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
-            tokens.append(self._sample(logits, first_slots, 0).tokens_N)
+            tokens.append(self._sample(self._first_logits(plan.first_tokens), first_slots, 0).tokens_N)
             slots.extend(first_slots)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
@@ -317,6 +325,19 @@ class ModelRunner:
         for slot, count in Counter(draws.slots).items():
             if count > 1:
                 self._slots.settle(slot, count - 1)
+
+    def _first_logits(self, first_tokens: Sequence[FirstToken]) -> torch.Tensor:
+        """Return the logits of aux rows, and note what is found in the rows that are to be checked: of the same copy,
+        so no token is drawn from what was not checked."""
+        pool = self._pool
+        rows_RB = pool.aux[upload([first.aux_slot for first in first_tokens], self._device)]
+        checked = [row for row, first in enumerate(first_tokens) if first.is_checked]
+        if checked and self._row_sums is not None:
+            of_RB = rows_RB if len(checked) == len(first_tokens) else rows_RB[upload(checked, self._device)]
+            found_RC = self._row_sums.checked(of_RB, AUX_HEADER_BYTES + 4 * pool.layout.aux_numbers)
+            self._rows = Rows([first_tokens[row].slot for row in checked], found_RC)
+        logits_RB = rows_RB[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * self._spec.vocab_size]
+        return logits_RB.view(torch.float32)
 
     def _guess(
         self, mtp: MtpDrafts, plan: StepPlan, drawn: Sequence[int], on_layer: LayerCallback | None

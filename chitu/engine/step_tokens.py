@@ -22,10 +22,13 @@ from torch import Tensor
 from chitu.engine.batch import upload
 from chitu.engine.executor import MAX_UNREAD_STEPS, DoneStep, StepHandle, StepResult
 from chitu.errors import Internal
+from chitu.kv_cache.aux_row import CHECKED_BYTES
 from chitu.protocol import MAX_LOGPROBS
 
 ROWS_AT_ONCE = 64
 """Rows computed together. Bounds the temporary memory: two float32 a row and vocabulary entry."""
+
+CHECKED_NUMBERS = CHECKED_BYTES // 8
 
 
 class Lines(NamedTuple):
@@ -130,10 +133,18 @@ class Guesses(NamedTuple):
     """int64, on the device."""
 
 
+class Rows(NamedTuple):
+    """What was found in the aux rows of some slots."""
+
+    slots: list[int]
+    found_RC: torch.Tensor
+    """`RowSums.checked`: int64, on the device."""
+
+
 @dataclass(slots=True)
 class _Buffer:
     numbers: torch.Tensor
-    """Tokens, the lines of their logprobs, checks, then guesses; int64, in host memory."""
+    """Tokens, the lines of their logprobs, checks, guesses, then rows; int64, in host memory."""
     is_unread: bool = False
 
 
@@ -147,6 +158,7 @@ class _UnreadStep:
     failures: dict[int, str]
     checked: list[int]
     guessed: list[int]
+    rows: list[int]
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -154,9 +166,9 @@ class _UnreadStep:
     def result(self) -> StepResult:
         self.mark.synchronize()
         if self.buffer is None:
-            return _result([], None, None, self.prompt_lines, {}, [], [])
+            return _result([], None, None, self.prompt_lines, {}, [], [], [])
         self.buffer.is_unread = False
-        found = self.lines, self.prompt_lines, self.failures, self.checked, self.guessed
+        found = self.lines, self.prompt_lines, self.failures, self.checked, self.guessed, self.rows
         return _result(self.slots, self.buffer.numbers, *found)
 
 
@@ -168,6 +180,7 @@ def _result(
     failures: dict[int, str],
     checked: list[int],
     guessed: list[int],
+    rows: list[int],
 ) -> StepResult:
     prompts = {slot: packed_matrix(lines_TC) for slot, lines_TC in prompt_lines.items()}
     if numbers is None:
@@ -187,7 +200,12 @@ def _result(
     if guessed:
         for slot, token in zip(guessed, numbers[end : end + len(guessed)].tolist(), strict=True):
             drafts.setdefault(slot, []).append(token)
-    return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound, drafts)
+        end += len(guessed)
+    found: dict[int, bytes] = {}
+    if rows:
+        of_rows = numbers[end : end + len(rows) * CHECKED_NUMBERS].view(len(rows), -1).numpy()
+        found = {slot: row.tobytes() for slot, row in zip(rows, of_rows, strict=True)}
+    return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound, drafts, found)
 
 
 class StepTokens:
@@ -199,8 +217,9 @@ class StepTokens:
         self._turn = 0
         self._buffers: list[_Buffer] = []
         if mark is not None:
+            most_numbers = 3 + 2 * MAX_LOGPROBS + CHECKED_NUMBERS
             self._buffers = [
-                _Buffer(torch.zeros(most * (3 + 2 * MAX_LOGPROBS), dtype=torch.int64, pin_memory=is_pinned))
+                _Buffer(torch.zeros(most * most_numbers, dtype=torch.int64, pin_memory=is_pinned))
                 for _ in range(MAX_UNREAD_STEPS)
             ]
 
@@ -213,6 +232,7 @@ class StepTokens:
         failures: dict[int, str] | None = None,
         checks: Sequence[Checks] = (),
         guesses: Guesses | None = None,
+        rows: Rows | None = None,
     ) -> StepHandle:
         """Return the handle of the step just launched. `tokens_N[i]` is for `slots[i]`; None if it samples none.
         `prompt_lines`, by slot, are large and rare: each gets its own copy. `failures`: as in `StepResult`."""
@@ -225,9 +245,12 @@ class StepTokens:
         parts += [each.is_sound_N.long() for each in checks]
         if guesses is not None:
             parts.append(guesses.tokens_N)
+        row_slots = [] if rows is None else rows.slots
+        if rows is not None:
+            parts.append(rows.found_RC.flatten())
         tokens_N = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         if self._mark is None:
-            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures, checked, guessed))
+            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures, checked, guessed, row_slots))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -237,7 +260,7 @@ class StepTokens:
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
         prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
-        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures, checked, guessed)
+        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures, checked, guessed, row_slots)
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,7 @@ class DecodeManager:
         self._offload_keys = itertools.count()
         self._has_adapters = bool(core.engine.executor.info.adapters)
         self._drafts = core.drafts
+        self._checks_rows = core.engine.executor.info.checks_rows
         self._guesses = core.engine.executor.info.guesses
 
     # ------------------------------------------------------------------------------------------------------- schedule
@@ -301,14 +302,13 @@ class DecodeManager:
             self._sequences.take(sequence, SequenceEvent.RESUME)
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
-        # A request for the logits row alone waits for Success, which follows at once with P's times and bytes. Prompt
-        # logprobs come with Success, and leave with the first token.
         early = self._sequences.queue(SequenceState.LOGITS)
-        ready = [s for s in early if s.needs_kv and s.prompt.asked.logprobs is None and not s.forks]
+        ready = [s for s in early if s.draws_from_row]
         ready += self._sequences.queue(SequenceState.LANDED)
         for sequence in ready:
             source = sequence.source or sequence
             has_kv = sequence.needs_kv and sequence.state is SequenceState.LANDED
+            is_checked = self._checks_rows and sequence.state is SequenceState.LOGITS
             sequence.kv_len = sequence.prompt_len
             admit(sequence, self._cache, plan)
             if source is not sequence and sequence.needs_kv and sequence.prompt_len % self._cache.page_size:
@@ -317,7 +317,7 @@ class DecodeManager:
                 plan.copy.append(CopyPage(sequence.slot, *pages))
             if source is not sequence and sequence.holds.state_slot >= 0:
                 plan.copy_state.append(CopyState(sequence.slot, source.holds.state_slot))
-            plan.first_tokens.append(FirstToken(sequence.slot, source.holds.aux_slot, has_kv))
+            plan.first_tokens.append(FirstToken(sequence.slot, source.holds.aux_slot, has_kv, is_checked))
         return ready
 
     def fork(self, source: Sequence) -> None:

@@ -97,6 +97,11 @@ class InstanceRole(ABC):
         """Keep what these chunks computed, as `PrefillManager.keep` does."""
         return
 
+    def take_rows(self, sequences: list[Sequence], rows: dict[int, bytes]) -> list[Sequence]:
+        """Judge what a step found in the rows that it drew from, by slot. Return the open sequences whose row is
+        damaged: they fail with the next transfer events."""
+        return []
+
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Account for a draft of a step that is done, of which so many tokens were drawn."""
         raise Internal(f"{sequence.head.request_id} has a draft where nothing decodes")
@@ -276,6 +281,20 @@ class DecodeRole(InstanceRole):
     def keep(self, chunks: list[Chunk]) -> None:
         self._prefill.keep(chunks)
 
+    def take_rows(self, sequences: list[Sequence], rows: dict[int, bytes]) -> list[Sequence]:
+        assert self._receiver is not None
+        damaged = []
+        for sequence in sequences:
+            found = rows.get(sequence.slot) if sequence.is_open else None
+            if found is None:
+                continue
+            cached_tokens = self._receiver.row_checked(sequence.room, sequence.holds.aux_slot, found)
+            if cached_tokens is None:
+                damaged.append(sequence)
+            else:
+                sequence.prompt.cached_tokens = cached_tokens
+        return damaged
+
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self._decode.note_draft(sequence, drafted, accepted)
 
@@ -363,6 +382,7 @@ class DecodeRole(InstanceRole):
             sequence.sampling is not None and sequence.sampling.page_sums,
             sequence.holds.state_slot,
             digest_of(sequence.head.token_ids) if num_states else 0,
+            self._core.engine.executor.info.checks_rows and sequence.draws_from_row,
         )
 
     def _take_kv(self, sequence: Sequence, event: TransferEvent) -> None:

@@ -313,6 +313,13 @@ class Sequence:
         return self.max_new_tokens > 1
 
     @property
+    def draws_from_row(self) -> bool:
+        """Whether D draws the first token once the logits row is here, before the KV. A request for the row alone waits
+        for Success, which follows at once with P's times and bytes. Prompt logprobs come with Success, and leave with
+        the first token."""
+        return self.needs_kv and self.prompt.asked.logprobs is None and not self.forks
+
+    @property
     def final_len(self) -> int:
         """Most prompt and output tokens at the end. On P, and for a prompt with forks, the prefilled tokens."""
         if self.sampling is None or self.forks:

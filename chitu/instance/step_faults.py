@@ -63,6 +63,7 @@ class _Outcome:
     prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     unsound: list[int] = field(default_factory=list)
+    rows: dict[int, bytes] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences that raise alone, with their errors."""
@@ -262,6 +263,7 @@ class StepFaults:
         outcome.prompt_logprobs.update(result.prompt_logprobs)
         outcome.failures.update(result.failures)
         outcome.unsound.extend(result.unsound)
+        outcome.rows.update(result.rows)
         outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
             part.sequence.holds.admitted = True
@@ -311,5 +313,6 @@ class StepFaults:
         logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
         tokens = [outcome.tokens[slot] for slot in slots]
         result = StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures, outcome.unsound)
+        result.rows = outcome.rows
         done = DoneStep(result)
         return Step(step.plan, first_tokens, chunks, decoding, step.most_tokens), done  # repeated without drafts

@@ -20,6 +20,8 @@ AUX_HEADER_BYTES = 64
 """Size of the header (see `kv_transfer/layout.py`) before the logits: one cache line."""
 CHECKSUM_AT = 40
 """Place of the checksum in the header, int64."""
+CHECKED_BYTES = AUX_HEADER_BYTES + 8
+"""Size of what is compared of a row: its header as it is, and its checksum as it is, int64."""
 COVERED_FROM = 60
 """First byte that it covers: the last number of the header."""
 WORD_BYTES = 4
@@ -40,6 +42,11 @@ class RowMemory(Protocol):
     def num_rows(self) -> int: ...
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def is_on_device(self) -> bool:
+        """Whether reading a row waits for a device."""
+        ...
+
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
         """Return bytes `[start, end)` of a row on the host: a view if the row is there, else a copy."""
         ...
@@ -52,8 +59,8 @@ class RowMemory(Protocol):
         """Write the header, with the checksum of the row up to byte `end`; complete when this returns."""
         ...
 
-    def header_and_checksum(self, row: int, end: int) -> tuple[bytes, int]:
-        """Return the header as it is, and the checksum of the row as it is, up to byte `end`."""
+    def checked(self, row: int, end: int) -> bytes:
+        """Return the header as it is, and the checksum of the row as it is, up to byte `end`: `CHECKED_BYTES`."""
         ...
 
 
@@ -79,6 +86,10 @@ class HostRows:
     def row_bytes(self) -> int:
         return int(self._rows.shape[1])
 
+    @property
+    def is_on_device(self) -> bool:
+        return False
+
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
         return self._rows[row, start:end]
 
@@ -89,8 +100,9 @@ class HostRows:
         self.write(row, header)
         self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8] = np.array([self._checksum(row, end)]).view(np.uint8)
 
-    def header_and_checksum(self, row: int, end: int) -> tuple[bytes, int]:
-        return self._rows[row, :AUX_HEADER_BYTES].tobytes(), self._checksum(row, end)
+    def checked(self, row: int, end: int) -> bytes:
+        checksum = self._checksum(row, end).to_bytes(8, "little", signed=True)
+        return self._rows[row, :AUX_HEADER_BYTES].tobytes() + checksum
 
     def _checksum(self, row: int, end: int) -> int:
         words = self._rows[row, COVERED_FROM:end].view(np.int32).astype(np.int64)

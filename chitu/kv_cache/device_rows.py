@@ -1,6 +1,7 @@
 """Aux rows in device memory, which `MetadataBuffers` seals and verifies there: only headers cross to the host. The
 stream is its own and does not wait for a step's kernels: P seals what a finished step wrote, D verifies what a finished
-transfer wrote. Any thread. On a CPU tensor the same code runs with plain copies, for tests.
+transfer wrote. Any thread. On a CPU tensor the same code runs with plain copies, for tests. `RowSums` is what a step of
+D launches for the rows that it draws from, so that nobody waits for the device to check them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, CHECKSUM_AT, COVERED_FROM, row_weights
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, CHECKED_BYTES, CHECKSUM_AT, COVERED_FROM, WORD_BYTES, row_weights
 from chitu.ops.cuda_device import on_stream
+
+
+class RowSums:
+    """Headers and checksums of rows of `row_bytes` on one device."""
+
+    def __init__(self, row_bytes: int, device: torch.device) -> None:
+        self._weights = torch.from_numpy(row_weights(row_bytes)).to(device)
+
+    def sums(self, rows_RB: torch.Tensor, end: int) -> torch.Tensor:
+        """Return the checksum of each row up to byte `end`, int64 `[R, 1]`."""
+        words = rows_RB[:, COVERED_FROM:end].view(torch.int32)
+        return (words * self._weights[: (end - COVERED_FROM) // WORD_BYTES]).sum(1, keepdim=True)
+
+    def checked(self, rows_RB: torch.Tensor, end: int) -> torch.Tensor:
+        """Return header and checksum of each row, int64 `[R, CHECKED_BYTES / 8]`."""
+        return torch.cat([rows_RB[:, :AUX_HEADER_BYTES].view(torch.int64), self.sums(rows_RB, end)], dim=1)
 
 
 class DeviceRows:
@@ -24,7 +41,7 @@ class DeviceRows:
         if rows.ndim != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
             raise ValueError(f"aux rows must be contiguous uint8 [rows, bytes], not {rows.dtype} {tuple(rows.shape)}")
         self._rows = rows
-        self._weights = torch.from_numpy(row_weights(rows.shape[1])).to(rows.device)
+        self._sums = RowSums(rows.shape[1], rows.device)
         self._is_cuda = rows.device.type == "cuda"
         self._stream = torch.cuda.Stream(rows.device) if self._is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -35,6 +52,10 @@ class DeviceRows:
     @property
     def row_bytes(self) -> int:
         return self._rows.shape[1]
+
+    @property
+    def is_on_device(self) -> bool:
+        return True
 
     @torch.inference_mode()
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
@@ -54,20 +75,17 @@ class DeviceRows:
     def seal(self, row: int, header: bytes, end: int) -> None:
         with self._finished():
             self._write(row, header)
-            self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8].view(torch.int64).copy_(self._checksum(row, end))
+            self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8].view(torch.int64).copy_(
+                self._sums.sums(self._rows[row : row + 1], end)[0]
+            )
 
     @torch.inference_mode()
-    def header_and_checksum(self, row: int, end: int) -> tuple[bytes, int]:
-        host = self._host(AUX_HEADER_BYTES + 8)
+    def checked(self, row: int, end: int) -> bytes:
+        host = self._host(CHECKED_BYTES)
         with self._finished():
-            header = self._rows[row, :AUX_HEADER_BYTES].view(torch.int64)
-            host.view(torch.int64).copy_(torch.cat([header, self._checksum(row, end)]), non_blocking=True)
-        found = host.numpy().tobytes()
-        return found[:AUX_HEADER_BYTES], int.from_bytes(found[AUX_HEADER_BYTES:], "little", signed=True)
-
-    def _checksum(self, row: int, end: int) -> torch.Tensor:
-        words = self._rows[row, COVERED_FROM:end].view(torch.int32)
-        return (words * self._weights[: len(words)]).sum(0, keepdim=True)
+            found = self._sums.checked(self._rows[row : row + 1], end)
+            host.view(torch.int64).copy_(found[0], non_blocking=True)
+        return host.numpy().tobytes()
 
     def _write(self, row: int, data: bytes) -> None:
         host = self._host(len(data))

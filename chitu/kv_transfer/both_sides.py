@@ -51,7 +51,8 @@ class TransferEventKind(Enum):
     ANNOUNCED = auto()
     """P: TransferInfo came; the room's pages on D are reserved, so what is computed now can always be delivered."""
     LOGITS_READY = auto()
-    """D: the aux row is complete and verified; token 1 can be sampled. Always before SUCCESS."""
+    """D: the aux row is complete; token 1 can be sampled. It is verified, too, unless the step that samples is to do
+    that. Always before SUCCESS, which waits for the check."""
     SUCCESS = auto()
     """P: everything was written. D: KV is here; the pages and the aux slot belong to the request again."""
     FAILED = auto()

@@ -235,6 +235,11 @@ class MetadataBuffers:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether sealing and verifying a row waits for a device."""
+        return self._rows.is_on_device
+
     def allocate(self) -> int | None:
         """Return a slot whose row cannot verify before it is sealed or written anew, or None if all are taken."""
         if not self._free:
@@ -274,8 +279,12 @@ class MetadataBuffers:
         """Verify a row on D, after P reported it written, and return how many tokens P had cached. Raises Integrity
         naming what differs."""
         self._check(slot)
-        header, actual = self._rows.header_and_checksum(slot, AUX_HEADER_BYTES + self._logits_bytes)
-        magic, version, logits_bytes, row_room, checksum, cached_tokens = HEADER.unpack(header)
+        return self.judge(slot, room, self._rows.checked(slot, AUX_HEADER_BYTES + self._logits_bytes))
+
+    def judge(self, slot: int, room: bytes, found: bytes) -> int:
+        """Do the same with what was found in the row (`CHECKED_BYTES`): reads no row."""
+        magic, version, logits_bytes, row_room, checksum, cached_tokens = HEADER.unpack_from(found)
+        actual = int.from_bytes(found[AUX_HEADER_BYTES:], "little", signed=True)
         where = f"aux slot {slot} of room {room_text(room)}"
         if magic != MAGIC:
             raise Integrity(f"{where}: no row was written (magic {magic!r}, expected {MAGIC!r})")

@@ -195,6 +195,9 @@ class ReceiveRoom:
     """Checksums of its pages on both sides, if the request asked for them."""
     state: StateStamp | None = None
     """Tokens that its state must have taken in; None without a state row."""
+    is_drawn_unchecked: bool = False
+    """Whether the step that draws its first token checks the row (`RowChecked` is then the scheduler's): LOGITS_READY
+    comes with the row."""
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -215,7 +218,7 @@ class Received(NamedTuple):
 
 
 class RowChecked(NamedTuple):
-    """Answer to `CheckRow`."""
+    """Answer to `CheckRow`, or what a step found that drew from the row."""
 
     room: bytes
     error: ChituError | None
@@ -357,9 +360,12 @@ class ReceiverMachine:
         if state is S.WAITING:
             self._send_repeated(room, record, record.info)
         elif state is S.CHECKING or (state is S.WRITTEN and before is not S.CHECKING):
-            self._effects.append(CheckRow(room, record.aux_slot))
+            if record.is_drawn_unchecked:
+                self._effects.append(TransferEvent(Kind.LOGITS_READY, room))
+            else:
+                self._effects.append(CheckRow(room, record.aux_slot))
         elif state in (S.LOGITS, S.VERIFYING):
-            if before is not S.LOGITS:
+            if before is not S.LOGITS and not record.is_drawn_unchecked:
                 self._effects.append(TransferEvent(Kind.LOGITS_READY, room, cached_tokens=record.cached_tokens))
             if state is S.VERIFYING:
                 self._verify(room, record)

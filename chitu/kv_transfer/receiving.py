@@ -2,9 +2,11 @@
 
 `DecodeReceiver` is the shell of `ReceiverMachine`, which makes every decision. It owns the lock, the outbox and the
 verifying thread, turns what happens into events, and carries out the effects. With `verify_kv` a separate thread
-verifies the pages. Step thread: `announce`, `poll`, `abort`. Comm thread: `on_frame`, `on_view`, `tick`. Invariants:
-the lock is never held across `send_frame`, `wake`, logging or a copy; LOGITS_READY comes only after the aux row
-verified, SUCCESS only after that, with the byte count that was announced and, if required, with verified KV; once
+verifies the pages. Step thread: `announce`, `poll`, `row_checked`, `abort`. Comm thread: `on_frame`, `on_view`, `tick`.
+Invariants: the lock is never held across `send_frame`, `wake`, logging or a copy; the comm thread never waits for a
+device (rows there are checked by the step that draws from them, or by the verifying thread); LOGITS_READY comes only
+after the aux row verified, or before the step that verifies it; SUCCESS only after a row verified, with the byte count
+that was announced and, if required, with verified KV; once
 TransferInfo was sent, RELEASED comes only when the writer is known to have stopped. Time alone never frees an announced
 page: a late one-sided write must not land in a page that another request owns.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
@@ -95,9 +97,9 @@ class DecodeReceiver:
         self._view = PeerView(Role.PREFILL, config.host, context.is_pid_alive)
         self.machine = ReceiverMachine(config, _registration(config, memory, followers), self._view)
         self._messages = TransportMessages(config.incarnation, memory.transports, context.send_frame, self._address_of)
-        self.verifier: JobThread[CheckPages] | None = None
-        if memory.page_sums is not None or memory.state_seals is not None:
-            self.verifier = JobThread("verify", self._check_pages)
+        self.verifier: JobThread[CheckRow | CheckPages] | None = None
+        if memory.page_sums is not None or memory.state_seals is not None or memory.aux.is_on_device:
+            self.verifier = JobThread("verify", self._check)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""
@@ -150,11 +152,13 @@ class DecodeReceiver:
         page_sums: bool = False,
         state_slot: int = -1,
         digest: int = 0,
+        is_drawn_unchecked: bool = False,
     ) -> None:
         """Announce reserved pages (ceil(num_tokens / page_size)) and an aux slot to P. Starts the transfer deadline.
         The first `prefix_pages`, all full, already hold their KV: P does not write to them. Without pages P sends the
         logits row only. With `page_sums`, SUCCESS brings checksums of both sides, if the layout allows any. With state
-        and pages P writes to row `state_slot`, too; `digest` is that of the prompt (`state_row.digest_of`)."""
+        and pages P writes to row `state_slot`, too; `digest` is that of the prompt (`state_row.digest_of`). With
+        `is_drawn_unchecked` LOGITS_READY comes before the row is verified; the caller calls `row_checked`."""
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
@@ -188,12 +192,19 @@ class DecodeReceiver:
             prefill_incarnation,
             is_traced=self._memory.page_sums is not None and self._is_traced(room),
             state=StateStamp(num_tokens, digest) if has_state else None,
+            is_drawn_unchecked=is_drawn_unchecked,
         )
         self._handle(Announced(room, record))
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
             return self._out.poll()
+
+    def row_checked(self, room: bytes, aux_slot: int, found: bytes) -> int | None:
+        """Judge what a step found in the row that it drew from. Return how many tokens P had cached; None if the row is
+        not what P computed: FAILED follows, and what was drawn counts for nothing."""
+        checked = self._judged(room, lambda: self._memory.aux.judge(aux_slot, room, found))
+        return checked.cached_tokens if checked.error is None else None
 
     def abort(self, room: bytes, error: ChituError) -> None:
         """Ask P to stop. Only RELEASED follows, once P has stopped. An unknown room gets RELEASED at once."""
@@ -264,9 +275,9 @@ class DecodeReceiver:
             leaving = self._out.drain()
         self._out.leave(leaving)
         for job in jobs:
-            if isinstance(job, CheckRow):
+            if isinstance(job, CheckRow) and not self._memory.aux.is_on_device:
                 self._check_row(job)
-            elif isinstance(job, CheckPages):
+            elif isinstance(job, CheckRow | CheckPages):
                 assert self.verifier is not None
                 self.verifier.put(job)
             else:
@@ -274,13 +285,23 @@ class DecodeReceiver:
 
     # ----------------------------------------------------------------------------------------------------- verification
 
+    def _check(self, job: CheckRow | CheckPages) -> None:
+        if isinstance(job, CheckRow):
+            self._check_row(job)
+        else:
+            self._check_pages(job)
+
     def _check_row(self, job: CheckRow) -> None:
         """Verify a logits row (half a megabyte) without the lock. The room keeps its slot until RELEASED or SUCCESS."""
+        self._judged(job.room, lambda: self._memory.aux.verify(job.aux_slot, job.room))
+
+    def _judged(self, room: bytes, judge: Callable[[], int]) -> RowChecked:
         try:
-            checked = RowChecked(job.room, None, self._memory.aux.verify(job.aux_slot, job.room))
+            checked = RowChecked(room, None, judge())
         except Integrity as error:
-            checked = RowChecked(job.room, error)
+            checked = RowChecked(room, error)
         self._handle(checked)
+        return checked
 
     def _check_pages(self, job: CheckPages) -> None:
         """Verify a room's pages and state row on the verifying thread, so heartbeats, acknowledgements and steps do not

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, Memory, WatchedCopier, staged
+from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, VOCAB, Memory, WatchedCopier, staged
 from support.executors import FakeExecutor, LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
 
@@ -36,6 +37,7 @@ from chitu.engine.executor import (
 from chitu.errors import ChituError
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_transfer.both_sides import TransferEvent
@@ -230,6 +232,8 @@ class Surroundings(World, Protocol):
 class KVExecutor(FakeExecutor):
     """`FakeExecutor` whose KV are real bytes: for token t in region r, a checksum of the tokens up to t, mixed with
     r."""
+
+    checked_to = AUX_HEADER_BYTES + 4 * VOCAB
 
     def __init__(self, memory: Memory, meanwhile: Callable[[], None]) -> None:
         super().__init__(INFO, NUM_PAGES, PAGE_SIZE, memory.rows, memory.states)
@@ -558,6 +562,7 @@ class LateProcess(Process):
     """Number of turns that left a step unread."""
 
     def _wrap(self, world: Surroundings) -> None:
+        self.executor.info = msgspec.structs.replace(INFO, checks_rows=True)
         self.device = self.late = LateExecutor(self.executor)
 
     def step(self) -> bool:

@@ -270,6 +270,9 @@ class Request:
     error: Exception | None = None
     needs_kv: bool = True
     """Whether D needs KV; otherwise it needs the logits row alone."""
+    is_drawn_unchecked: bool = False
+    """Whether the step of D that draws checks the row."""
+    is_drawn: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -338,7 +341,19 @@ class Node:
 
     # ------------------------------------------------------------------------------------------- scheduler, both roles
 
+    def _draw(self, request: Request) -> None:
+        """Do what a step does that draws from a row and checks it; read it."""
+        request.is_drawn = True
+        rows, end = self.memory.aux._rows, AUX_HEADER_BYTES + 4 * VOCAB
+        found, logits = rows.checked(request.aux_slot, end), bytes(rows.read(request.aux_slot, AUX_HEADER_BYTES, end))
+        judged = self.receiver.row_checked(request.room, request.aux_slot, found)
+        assert judged is None or logits == logits_of(request.room).tobytes(), "wrong logits"
+
     def poll(self) -> None:
+        for request in self.requests.values():
+            is_due = request.is_drawn_unchecked and not request.is_drawn and not request.is_aborted
+            if is_due and request.seen == [Kind.LOGITS_READY]:
+                self._draw(request)
         for event in self.kv.side.poll():
             request = self.requests.get(event.room)
             assert request is not None, f"{event.kind} for a room that {self.session} does not have"
@@ -347,7 +362,9 @@ class Node:
             if event.kind is Kind.FAILED:
                 assert event.error is not None
                 request.error = event.error
-            if event.kind is Kind.LOGITS_READY:
+            if event.kind is Kind.SUCCESS and request.is_drawn_unchecked:
+                assert request.is_drawn, "SUCCESS before the row is checked"
+            if event.kind is Kind.LOGITS_READY and not request.is_drawn_unchecked:
                 logits = self.memory.aux.get(request.aux_slot)
                 assert (logits.view(np.uint8) == logits_of(event.room).view(np.uint8)).all(), "wrong logits"
             if event.kind is Kind.SUCCESS and self.role is Role.DECODE:
@@ -410,11 +427,14 @@ class Node:
             return False
         pages = self.memory.take(pages_wanted, self.world.rng)
         state_slot = self.memory.take_state() if self.world.has_state and needs_kv else -1
-        self.requests[room] = Request(room, num_tokens, pages, aux_slot, state_slot, needs_kv=needs_kv)
+        request = Request(room, num_tokens, pages, aux_slot, state_slot, needs_kv=needs_kv)
+        request.is_drawn_unchecked = self.world.checks_in_steps and needs_kv
+        self.requests[room] = request
         wanted = pages if needs_kv else []
         of = room, room.hex()[:6], wanted, aux_slot, num_tokens, prefill.rank, prefill.incarnation
         digest = digest_of(prompt_of(room, num_tokens))
-        self.receiver.announce(*of, prefix_pages=0, page_sums=page_sums, state_slot=state_slot, digest=digest)
+        more = state_slot, digest, request.is_drawn_unchecked
+        self.receiver.announce(*of, 0, page_sums, *more)
         return True
 
     # ------------------------------------------------------------------------------------------------------ scheduler P
@@ -491,6 +511,9 @@ class Frame:
 class World:
     """Nodes on a reliable network. `seed` decides the order of pages, chunks and threads. `verify_kv` None: chosen by
     the seed."""
+
+    checks_in_steps = False
+    """Whether D's steps check the rows that they draw from."""
 
     def __init__(
         self,

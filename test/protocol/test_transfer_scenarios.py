@@ -161,8 +161,11 @@ def test_a_late_write_keeps_both_sides_pages_until_it_landed() -> None:
     assert pair.seen(pair.p)[-1] is Kind.RELEASED and pair.seen(pair.d)[-1] is Kind.RELEASED
 
 
-def test_a_corrupted_logits_row_is_an_integrity_failure_and_never_ready() -> None:
-    pair = Pair().join()
+@pytest.mark.parametrize("checks_in_steps", [False, True], ids=["checked before", "checked by the step that draws"])
+def test_a_corrupted_logits_row_is_an_integrity_failure_and_never_a_token(checks_in_steps: bool) -> None:
+    pair = Pair()
+    pair.world.checks_in_steps = checks_in_steps
+    pair.join()
     pair.both_halves(num_tokens=1)
     pair.world.fabric.on_write = lambda peer, copies: (
         pair.world.fabric.inject(Fault(FaultKind.CORRUPT, byte=70))
@@ -175,7 +178,29 @@ def test_a_corrupted_logits_row_is_an_integrity_failure_and_never_ready() -> Non
     while pair.world.frames or pair.p.sender.queue.run_one():
         if pair.world.frames:
             pair.world.deliver_one()
+    pair.d.poll()
     assert isinstance(pair.error(pair.d), Integrity)
+    assert (Kind.LOGITS_READY in pair.seen(pair.d)) == checks_in_steps and Kind.SUCCESS not in pair.seen(pair.d)
+
+
+@pytest.mark.parametrize("verify_kv", ["off", "all"])
+def test_success_waits_for_the_step_that_checks_the_row(verify_kv: VerifyKV) -> None:
+    pair = Pair(verify_kv=verify_kv)
+    pair.world.checks_in_steps = True
+    pair.join()
+    pair.both_halves()
+    while pair.p.requests[pair.room].computed < 10:
+        pair.p.compute()
+    draw, drawn = pair.d._draw, []
+    pair.d._draw = drawn.append  # type: ignore[method-assign]
+    for _ in range(3):
+        pair.pump()
+    assert pair.d.receiver.state(pair.room) is ReceiverState.WRITTEN and drawn
+    assert pair.seen(pair.d) == [Kind.LOGITS_READY] and Kind.SUCCESS in pair.seen(pair.p), "P waits for nobody"
+    draw(drawn[0])
+    pair.pump()
+    pair.d.poll()
+    assert pair.seen(pair.d) == [Kind.LOGITS_READY, Kind.SUCCESS]
 
 
 def test_a_killed_p_fails_its_rooms_and_gives_ds_pages_back_once_the_process_is_gone() -> None:

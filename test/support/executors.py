@@ -33,7 +33,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import Internal
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, HostRows, aux_row_bytes
 from chitu.kv_cache.pool import shared_memory
 from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of
 from chitu.protocol import KVLayout, SamplingParams, StateTensor, pack_i32, pack_logprobs, unpack_i32
@@ -144,6 +144,9 @@ class FakeExecutor:
     """Stands for the weights of the model. KV of `ChecksumExecutor` depends on them, as on the adapter: `adapter` of
     `expected_tokens` is both."""
 
+    checked_to = AUX_HEADER_BYTES + 64
+    """End of what the checksum of a row covers."""
+
     def __init__(
         self,
         info: ExecutorInfo,
@@ -199,7 +202,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         _check(not self.closed, "a step after close")
         self.steps += 1
-        result = StepResult([], [])
+        result = StepResult([], [], rows={})
         for offload in plan.offload:
             self._offload(offload)
         for slot in plan.release:
@@ -433,8 +436,12 @@ class FakeExecutor:
 
     def _first_token(self, first: FirstToken, result: StepResult) -> None:
         state = self._live(first.slot, "first token")
-        checksum = self.logits(first.aux_slot)
-        _check(checksum == state.state, f"slot {first.slot}: aux slot {first.aux_slot} holds logits of other tokens")
+        if first.is_checked and self.info.checks_rows:  # of a damaged row it draws what nobody may see
+            result.rows[first.slot] = HostRows(self._aux_rows).checked(first.aux_slot, self.checked_to)
+            checksum = int(_ROW.unpack_from(self.aux_row(first.aux_slot), AUX_HEADER_BYTES)[1])
+        else:
+            checksum = self.logits(first.aux_slot)
+            _check(checksum == state.state, f"slot {first.slot}: row {first.aux_slot} holds logits of other tokens")
         _check(
             len(state.tokens) == state.kv_len,
             f"slot {first.slot}: first token after {len(state.tokens) - state.kv_len} tokens",

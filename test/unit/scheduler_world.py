@@ -31,13 +31,14 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor, ExecutorInfo
 from chitu.engine.lockstep import LockstepExecutor
 from chitu.engine.weights_loader import ReadWeights
-from chitu.errors import ChituError, TransferFailed
+from chitu.errors import ChituError, Integrity, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.draft_source import DraftSource
 from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.sequences import Sequence as SequenceOfInstance
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, HostRows
 from chitu.kv_cache.state_row import StateSlots, StateStamp, read_stamp
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import PoolPageCopies, page_content_bytes
@@ -274,6 +275,10 @@ class Wire:
         self.delivered: set[bytes] = set()
         self.dead: set[bytes] = set()
         self.failing: set[bytes] = set()
+        self.damaged: set[bytes] = set()
+        """Rooms whose rows are damaged on their way."""
+        self.unchecked: set[bytes] = set()
+        """Rooms whose rows D's steps have yet to check."""
         self.events_p: list[TransferEvent] = []
         self.events_d: list[TransferEvent] = []
         self.side = "P"
@@ -323,7 +328,10 @@ class Wire:
         page_sums: bool,
         state_slot: int = -1,
         digest: int = 0,
+        is_drawn_unchecked: bool = False,
     ) -> None:
+        if is_drawn_unchecked:
+            self.unchecked.add(room)
         self.stamps[room] = state_slot, StateStamp(num_tokens, digest)
         needs_kv = self.decode is None or self.decode.scheduler._sequences._all[room].needs_kv
         page_size = PAGE_SIZE if self.decode is None else self.decode.cache.page_size
@@ -332,6 +340,27 @@ class Wire:
         self.announced[room], self.prefix_pages[room] = aux_slot, prefix_pages
         if room in self.requested:
             self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
+
+    def row_checked(self, room: bytes, aux_slot: int, found: bytes) -> int | None:
+        """Do what the receiver does with a row that a step has checked."""
+        assert self.decode is not None
+        row = HostRows(self.decode.executor._aux_rows).checked(aux_slot, self.decode.executor.checked_to)
+        assert found == row and room in self.unchecked and self.announced[room] == aux_slot
+        self.unchecked.discard(room)
+        if room not in self.damaged:
+            return self.cached_tokens
+        self._fail(room, Integrity("the row is damaged"))
+        return None
+
+    cached_tokens = 0
+
+    def _fail(self, room: bytes, error: ChituError) -> None:
+        if room in self.dead:
+            return
+        self.dead.add(room)
+        for events in (self.events_p, self.events_d):
+            events.append(TransferEvent(TransferEventKind.FAILED, room, error))
+            events.append(TransferEvent(TransferEventKind.RELEASED, room))
 
     def abort(self, room: bytes, error: ChituError) -> None:
         self.dead.add(room)
@@ -345,17 +374,15 @@ class Wire:
             if room in self.dead or room not in self.announced or rng.random() < 0.5:
                 continue
             if room in self.failing:
-                error = TransferFailed("the link broke")
-                self.dead.add(room)
-                for events in (self.events_p, self.events_d):
-                    events.append(TransferEvent(TransferEventKind.FAILED, room, error))
-                    events.append(TransferEvent(TransferEventKind.RELEASED, room))
+                self._fail(room, TransferFailed("the link broke"))
             elif room not in self.delivered:
                 self.delivered.add(room)
                 target = self.decode.executor.aux_row(self.announced[room])
                 target[:] = self.prefill.executor.aux_row(source)
+                if room in self.damaged:
+                    target[AUX_HEADER_BYTES + 4] ^= 0xFF
                 self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room))
-            else:
+            elif room not in self.unchecked:
                 del self.computed[room]
                 self._deliver_state(room)
                 lines, is_uncached = self.prompt_logprobs[room], self.uncached[room]

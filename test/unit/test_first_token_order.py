@@ -6,13 +6,16 @@ import logging
 import random
 from typing import Any
 
+import msgspec
 import pytest
-from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
-from support.executors import LateStep, expected_tokens
+from support.executors import FakeExecutor, LateStep, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
-from chitu.engine.executor import LayerCallback, StepPlan
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan
 from chitu.kv_transfer.both_sides import (
     Line,
     Send,
@@ -159,3 +162,60 @@ def test_frames_leave_and_the_step_thread_wakes_before_a_line_is_written() -> No
     out.put(Send("h", 2, room, AbortAck(1)))
     out.leave(out.drain())
     assert order == ["frame to 1", "frame to 2", "wake", "line 1", "line 2"]
+
+
+class Checks(FakeExecutor):
+    """A device whose steps check the rows that they draw from."""
+
+    def __init__(self, info: ExecutorInfo, *more: Any) -> None:
+        super().__init__(msgspec.structs.replace(info, checks_rows=True), *more)
+
+
+@given(loads, st.integers(17, 50), st.sets(st.integers(0, 19)), st.booleans(), st.randoms(use_true_random=False))
+def test_a_row_that_its_step_finds_damaged_gives_no_token_and_costs_its_own_request_alone(
+    load: list[tuple[int, int, int]], num_pages: int, damaged: set[int], overlap: bool, rng: random.Random
+) -> None:
+    wire = Wire()
+    prefill = wire.prefill = Instance(60, sender=PSide(wire), aux_slots=4)
+    decode = wire.decode = Instance(num_pages, receiver=DSide(wire), aux_slots=4, overlap=overlap, executor=Checks)
+    for index, one in enumerate(load):
+        token_ids, sampling, num_emitted, _ = continued(index, *one)
+        half = decode_request(room_of(index), f"r{index}", token_ids, sampling, 0, 1, num_emitted)
+        decode.scheduler.submit(half)
+        prefill.scheduler.submit(prefill_request(room_of(index), f"r{index}", token_ids, 0, 1, num_emitted=num_emitted))
+    asked = [continued(index, *one) for index, one in enumerate(load)]
+    # A request for the row alone is checked before it is ready, which the wire does not do.
+    wire.damaged = {room_of(i) for i in damaged if i < len(load) and asked[i][1].max_tokens - asked[i][2] > 1}
+    for _ in range(4000):
+        for instance in (prefill, decode):
+            decode.late.run_next()
+            instance.scheduler.step()
+        wire.deliver(rng)
+        if prefill.scheduler.is_idle and decode.scheduler.is_idle:
+            break
+    prefill.run()
+    decode.run()
+    for index, (_, _, _, tokens) in enumerate(asked):
+        room = room_of(index)
+        if room in wire.damaged:
+            assert decode.finishes[room].code == "integrity" and room not in decode.tokens
+        else:
+            assert decode.tokens.get(room, []) == tokens and decode.finishes[room].reason == "length"
+    assert not wire.unchecked - wire.dead
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_what_p_had_cached_is_told_with_the_first_token_though_only_the_step_reads_it() -> None:
+    wire = Wire()
+    wire.cached_tokens = 4
+    prefill = wire.prefill = Instance(32, sender=PSide(wire), chunk=16)
+    decode = wire.decode = Instance(32, receiver=DSide(wire), overlap=True, executor=Checks)
+    decode.scheduler.submit(decode_request(room_of(1), "r", pack_i32(PROMPT), GREEDY, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(1), "r", pack_i32(PROMPT), 0, 1))
+    for _ in range(40):
+        prefill.scheduler.step()
+        decode.late.run_next()
+        decode.scheduler.step()
+        wire.deliver(AtOnce())
+    assert decode.cached == {room_of(1): 4} and decode.tokens[room_of(1)] == TOKENS
