@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from chitu.engine.executor import Admit, AppendPages, PrefillChunk
 from chitu.errors import Internal
@@ -119,11 +120,31 @@ class SlotTable:
             raise Internal(f"slot {slot} holds no sequence")
         return sequence
 
-    def admit(self, admit: Admit) -> torch.Tensor:
-        """Fill a free slot and return its token ids (int64, device)."""
+    def admit(
+        self, admits: Sequence[Admit], appends: Sequence[AppendPages] = (), more: Sequence[int] = ()
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Fill free slots and append the pages of a whole plan, with one copy to the device. Return the token ids of
+        each admission (int64, device), and `more` numbers there."""
+        prompts = [self._fill(admit) for admit in admits]
+        pages = self._append([*[AppendPages(admit.slot, admit.pages) for admit in admits], *appends])
+        parts = [*prompts, *pages, np.array(more, dtype=np.int64)]
+        if not any(map(len, parts)):
+            return [], torch.empty(0, dtype=torch.int64, device=self.device)
+        numbers = upload_tensor(torch.from_numpy(np.concatenate(parts)), self.device)
+        sent = numbers.split([len(part) for part in parts])
+        rows = [self.token_ids[admit.slot, : len(part)] for admit, part in zip(admits, prompts, strict=True)]
+        for row, part in zip(rows, sent[: len(rows)], strict=True):
+            row.copy_(part)
+        slots, columns, new = sent[len(rows) : len(rows) + 3]
+        if len(new):
+            self.page_table[slots, columns] = new
+        return rows, sent[-1]
+
+    def _fill(self, admit: Admit) -> NDArray[np.int64]:
+        """Fill a free slot on the host, and return its token ids."""
         if not 0 <= admit.slot < len(self._sequences) or self._sequences[admit.slot] is not None:
             raise Internal(f"slot {admit.slot} is not free")
-        tokens = torch.from_numpy(np.array(unpack_i32(admit.token_ids), dtype=np.int64))
+        tokens = np.array(unpack_i32(admit.token_ids), dtype=np.int64)
         if not 0 < len(tokens) <= self.max_model_len:
             raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
         sequence = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
@@ -136,10 +157,7 @@ class SlotTable:
         if admit.adapter:
             self._adapters[admit.slot] = admit.adapter
         self._sequences[admit.slot] = sequence
-        row = self.token_ids[admit.slot, : len(tokens)]
-        row.copy_(upload_tensor(tokens, self.device))
-        self.append_pages([AppendPages(admit.slot, admit.pages)])
-        return row
+        return tokens
 
     def release(self, slot: int) -> SlotState:
         sequence = self[slot]
@@ -153,8 +171,8 @@ class SlotTable:
         if sequence is not None and sequence.state_slot >= 0:
             del self._state_owners[sequence.state_slot]
 
-    def append_pages(self, appends: Sequence[AppendPages]) -> None:
-        """Append the pages of a whole plan, with one copy to the device."""
+    def _append(self, appends: Sequence[AppendPages]) -> list[NDArray[np.int64]]:
+        """Append pages on the host, and return slot, column and page of each for the table on the device."""
         slots: list[int] = []
         columns: list[int] = []
         new: list[int] = []
@@ -167,9 +185,7 @@ class SlotTable:
             columns.extend(range(sequence.num_pages, end))
             new.extend(pages)
             sequence.num_pages = end
-        if new:
-            where = upload([slots, columns, new], self.device)
-            self.page_table[where[0], where[1]] = where[2]
+        return [np.array(each, dtype=np.int64) for each in (slots, columns, new)]
 
     def pages_of(self, slot: int, num_tokens: int) -> torch.Tensor:
         """Return the pages (int64, device) that hold the first `num_tokens` of a slot."""

@@ -8,11 +8,12 @@ those of a rank that computes prompts.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -64,6 +65,9 @@ from chitu.ops.select import select_ops
 from chitu.protocol import KVLayout
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
+
+if TYPE_CHECKING:
+    from chitu.ops.kernels.greedy import GreedyKernels
 
 logger = logging.getLogger(__name__)
 
@@ -386,10 +390,20 @@ def _assemble(
         topology, target.instance, spec, device, max(recording.prefill_sizes, default=0) if recording is not None else 0
     )
     mtp_tokens = topology.scheduler.mtp_tokens
-    steps = recording, prompts, mtp_tokens, decodes, experts, pool.device.type == "cuda"
+    checks_rows = pool.device.type == "cuda"
+    steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, _greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
+
+
+def _greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:
+    """Return the kernels for greedy tokens on a GPU, compiled; None elsewhere."""
+    if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from chitu.ops.kernels.greedy import GreedyKernels
+
+    return GreedyKernels(num_slots, pool.layout.vocab_size, pool.layout.draft_hidden, pool.device)
 
 
 def _longest(target: _Target, num_pages: int) -> int:

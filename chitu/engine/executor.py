@@ -381,9 +381,10 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if not is_finite:
         _require_finite(executor, shapes, 0)
     if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
-        came = msgspec.structs.replace(admit, kv_len=prompt_len, sampling=RANDOM)
-        _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
-        _run(executor, StepPlan(release=[0]))
+        for sampling in (RANDOM, GREEDY):
+            came = msgspec.structs.replace(admit, kv_len=prompt_len, sampling=sampling)
+            _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0, is_checked=True)]))
+            _run(executor, StepPlan(release=[0]))
     if shapes.samples:
         _decode_wide(executor, shapes)
     _long_prompts(executor, shapes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -62,6 +62,9 @@ from chitu.models.tensors import copy_numbers
 from chitu.ops.interface import Span
 from chitu.types import Ready
 
+if TYPE_CHECKING:
+    from chitu.ops.kernels.greedy import GreedyKernels
+
 
 class _Saved(NamedTuple):
     """Host copy of what a retracted sequence had."""
@@ -82,7 +85,7 @@ class ModelRunner:
     operation. `warmup_prompts`: see `warmup.Shapes`.
     `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     `experts`: the ranks among which the model's experts are spread.
-    `checks_rows`: as in `ExecutorInfo`.
+    `checks_rows`: as in `ExecutorInfo`. `greedy`: kernels for greedy tokens; None for torch's operations.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class ModelRunner:
         decodes: bool = True,
         experts: ExpertGroup | None = None,
         checks_rows: bool = False,
+        greedy: GreedyKernels | None = None,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -125,7 +129,8 @@ class ModelRunner:
         if recording is not None:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
-            self._graphs = StepGraphs(model, self._slots, pool, recording, spec.has_draft_layer, experts)
+            graphs = model, self._slots, pool, recording, spec.has_draft_layer, experts, greedy
+            self._graphs = StepGraphs(*graphs)
         self._mtp: MtpDrafts | None = None
         if spec.has_draft_layer:
             if not isinstance(model, DecoderModel):
@@ -155,6 +160,7 @@ class ModelRunner:
         """Logprobs of the sampled tokens of the step that is being launched."""
         self._checks: list[Checks] = []
         """Whether the rows of its chunks that sample nothing are finite."""
+        self._greedy = greedy
         self._row_sums = RowSums(pool.aux_row_bytes, pool.device) if checks_rows else None
         self._rows: Rows | None = None
         """What was found in the aux rows from which the step that is being launched draws."""
@@ -266,9 +272,7 @@ class ModelRunner:
             self._release(slot)
         for key in plan.drop:
             self._saved.pop(key, None)
-        for admit in plan.admit:
-            self._admit(admit)
-        self._slots.append_pages(plan.append)
+        numbers = self._admit_all(plan)
         if plan.copy:
             self._copy_pages(plan.copy)
         for copy in plan.copy_state:
@@ -281,9 +285,8 @@ class ModelRunner:
         slots: list[int] = []
         tokens: list[torch.Tensor] = []
         if plan.first_tokens and self._model.is_main:
-            first_slots = [first.slot for first in plan.first_tokens]
-            tokens.append(self._sample(self._first_logits(plan.first_tokens), first_slots, 0).tokens_N)
-            slots.extend(first_slots)
+            tokens.append(self._draw_first(plan.first_tokens, numbers.view(3, -1)))
+            slots.extend(first.slot for first in plan.first_tokens)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
             drawn = self._forward(chunks, decoding, sampled_slots, len(slots), on_layer)
@@ -326,16 +329,33 @@ class ModelRunner:
             if count > 1:
                 self._slots.settle(slot, count - 1)
 
-    def _first_logits(self, first_tokens: Sequence[FirstToken]) -> torch.Tensor:
-        """Return the logits of aux rows, and note what is found in the rows that are to be checked: of the same copy,
-        so no token is drawn from what was not checked."""
-        pool = self._pool
-        rows_RB = pool.aux[upload([first.aux_slot for first in first_tokens], self._device)]
+    def _draw_first(self, first_tokens: Sequence[FirstToken], numbers_3R: torch.Tensor) -> torch.Tensor:
+        """Draw first tokens from aux rows, and append them. `numbers`: aux rows, slots and positions. Note what is
+        found in the rows that are to be checked: of the bytes that the tokens are drawn from."""
+        slots = [first.slot for first in first_tokens]
+        is_plain = self._sampler_of(slots).is_greedy(slots) and not self._logprobs.has(slots)
+        if self._greedy is None or not is_plain:
+            return self._sample(self._first_logits(first_tokens, numbers_3R[0]), slots, 0).tokens_N
+        tokens_R, found_RC, both = self._greedy.first_tokens(self._pool.aux, numbers_3R, self._slots.token_ids)
+        self._slots.count_tokens(slots)
+        if self._row_sums is not None:
+            self._note_rows(first_tokens, found_RC, both)
+        return tokens_R
+
+    def _note_rows(self, first_tokens: Sequence[FirstToken], found_RC: torch.Tensor, both: torch.Tensor | None) -> None:
         checked = [row for row, first in enumerate(first_tokens) if first.is_checked]
-        if checked and self._row_sums is not None:
-            of_RB = rows_RB if len(checked) == len(first_tokens) else rows_RB[upload(checked, self._device)]
-            found_RC = self._row_sums.checked(of_RB, AUX_HEADER_BYTES + 4 * pool.layout.aux_numbers)
-            self._rows = Rows([first_tokens[row].slot for row in checked], found_RC)
+        if len(checked) == len(first_tokens):
+            self._rows = Rows([first.slot for first in first_tokens], found_RC, both)
+        elif checked:
+            self._rows = Rows([first_tokens[row].slot for row in checked], found_RC[upload(checked, self._device)])
+
+    def _first_logits(self, first_tokens: Sequence[FirstToken], aux_slots_R: torch.Tensor) -> torch.Tensor:
+        """Return the logits of aux rows, and note what is found in them."""
+        pool = self._pool
+        rows_RB = pool.aux[aux_slots_R]
+        if self._row_sums is not None and any(first.is_checked for first in first_tokens):
+            found_RC = self._row_sums.checked(rows_RB, AUX_HEADER_BYTES + 4 * pool.layout.aux_numbers)
+            self._note_rows(first_tokens, found_RC, None)
         logits_RB = rows_RB[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * self._spec.vocab_size]
         return logits_RB.view(torch.float32)
 
@@ -563,8 +583,19 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------------ slots and pages
 
-    def _admit(self, admit: Admit) -> None:
-        token_ids = self._slots.admit(admit)
+    def _admit_all(self, plan: StepPlan) -> torch.Tensor:
+        """Fill slots and append pages. Return aux rows, slots and positions of the first tokens on the device, where
+        all of it gets by one copy."""
+        first = plan.first_tokens if self._model.is_main else []
+        lengths = {admit.slot: len(admit.token_ids) // 4 for admit in plan.admit} if first else {}
+        positions = [lengths.get(each.slot) or self._slots[each.slot].num_tokens for each in first]
+        more = [*[each.aux_slot for each in first], *[each.slot for each in first], *positions]
+        token_ids, numbers = self._slots.admit(plan.admit, plan.append, more)
+        for admit, row in zip(plan.admit, token_ids, strict=True):
+            self._admit(admit, row)
+        return numbers
+
+    def _admit(self, admit: Admit, token_ids: torch.Tensor) -> None:
         if self._mtp is not None:
             self._mtp.admit(admit.slot, admit.kv_len)
         self._kept.pop(admit.state_slot, None)

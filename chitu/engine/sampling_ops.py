@@ -130,6 +130,18 @@ def greedy(logits_RV: Tensor) -> Tensor:
     return marked(logits_RV.argmax(dim=-1), is_sound(logits_RV))
 
 
+def append_greedy_(logits_BV: Tensor, rows_2B: Tensor, token_ids: Tensor, tokens_B: Tensor, scratch_slot: int) -> None:
+    """Write each row's greedy token to `tokens`, append it to its sequence behind its position, and advance that.
+
+    `rows`: int64, slots and positions of the rows; `token_ids`: int64 `[slots, positions]`, whose last column takes
+    what a full sequence emits but never feeds. The scratch slot's position stays.
+    """
+    greedy_B = logits_BV.argmax(-1)
+    token_ids[rows_2B[0], rows_2B[1] + 1] = greedy_B
+    tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
+    rows_2B[1] += rows_2B[0] != scratch_slot
+
+
 def unit_of(temperature: float) -> float:
     """Return the divisor of scaled logits; 0 means argmax."""
     return temperature * math.log(2)

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
 from chitu.engine.expert_group import ExpertGroup
-from chitu.engine.sampling_ops import is_sound, marked
+from chitu.engine.sampling_ops import append_greedy_
 from chitu.models.model import KVViews, Model
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
+
+if TYPE_CHECKING:
+    from chitu.ops.kernels.greedy import GreedyKernels
 
 Replay = Callable[[], None]
 
@@ -118,7 +121,8 @@ class _Prefill:
 
 class StepGraphs:
     """The recordings of one model. `slots` must have a scratch slot. `keeps_hidden`: decodes give hidden states.
-    `experts`: the ranks among which experts are spread."""
+    `experts`: the ranks among which experts are spread. `greedy`: the kernels that end a decode; None for torch's
+    operations."""
 
     def __init__(
         self,
@@ -128,7 +132,9 @@ class StepGraphs:
         recording: Recording,
         keeps_hidden: bool = False,
         experts: ExpertGroup | None = None,
+        greedy: GreedyKernels | None = None,
     ) -> None:
+        self._append = append_greedy_ if greedy is None else greedy.append_
         self._model = model
         self._table = slots
         self._cache = cache
@@ -214,13 +220,11 @@ class StepGraphs:
             if kept_BD is not None:
                 kept_BD.copy_(hidden_BD)
             logits = self._model.logits(hidden_BD)
-            if logits is not None:
-                logits_BV.copy_(logits)
-                greedy_B = logits_BV.argmax(-1)
-                # The last column of the table takes what a full sequence emits but never feeds.
-                table.token_ids[rows_2B[0], rows_2B[1] + 1] = greedy_B
-                tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
-            rows_2B[1] += rows_2B[0] != table.scratch_slot
+            if logits is None:  # the tokens come from the main rank
+                rows_2B[1] += rows_2B[0] != table.scratch_slot
+                return
+            logits_BV.copy_(logits)
+            self._append(logits_BV, rows_2B, table.token_ids, tokens_B, table.scratch_slot)
 
         return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B, kept_BD)
 

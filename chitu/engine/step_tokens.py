@@ -82,6 +82,10 @@ class StepLogprobs:
         if count is not None:
             self._counts[slot] = min(count, self._vocab_size)
 
+    def has(self, slots: Sequence[int]) -> bool:
+        """Return whether one of these slots asks for logprobs."""
+        return not self._counts.keys().isdisjoint(slots)
+
     def release(self, slot: int) -> None:
         """Forget the request of the slot, if any."""
         self._counts.pop(slot, None)
@@ -139,6 +143,8 @@ class Rows(NamedTuple):
     slots: list[int]
     found_RC: torch.Tensor
     """`RowSums.checked`: int64, on the device."""
+    behind_tokens: Tensor | None = None
+    """The same behind the tokens of these slots, as one tensor, if it is there already."""
 
 
 @dataclass(slots=True)
@@ -246,7 +252,9 @@ class StepTokens:
         if guesses is not None:
             parts.append(guesses.tokens_N)
         row_slots = [] if rows is None else rows.slots
-        if rows is not None:
+        if rows is not None and rows.behind_tokens is not None and len(parts) == 1 and rows.slots == slots:
+            parts = [rows.behind_tokens]
+        elif rows is not None:
             parts.append(rows.found_RC.flatten())
         tokens_N = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         if self._mark is None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.kv_cache.checksum import odd_numbers
-from chitu.types import Role
+from chitu.types import Ready, Role
 
 AUX_HEADER_BYTES = 64
 """Size of the header (see `kv_transfer/layout.py`) before the logits: one cache line."""
@@ -55,8 +55,9 @@ class RowMemory(Protocol):
         """Write `data` to the start of the row; complete when this returns."""
         ...
 
-    def seal(self, row: int, header: bytes, end: int) -> None:
-        """Write the header, with the checksum of the row up to byte `end`; complete when this returns."""
+    def seal(self, row: int, header: bytes, end: int) -> Ready | None:
+        """Write the header, with the checksum of the row up to byte `end`. Return a point behind that which a reader
+        waits for; None if it is complete."""
         ...
 
     def checked(self, row: int, end: int) -> bytes:
@@ -96,9 +97,10 @@ class HostRows:
     def write(self, row: int, data: bytes) -> None:
         self._rows[row, : len(data)] = np.frombuffer(data, dtype=np.uint8)
 
-    def seal(self, row: int, header: bytes, end: int) -> None:
+    def seal(self, row: int, header: bytes, end: int) -> Ready | None:
         self.write(row, header)
         self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8] = np.array([self._checksum(row, end)]).view(np.uint8)
+        return None
 
     def checked(self, row: int, end: int) -> bytes:
         checksum = self._checksum(row, end).to_bytes(8, "little", signed=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, CHECKED_BYTES, CHECKSUM_AT, COVERED_FROM, WORD_BYTES, row_weights
 from chitu.ops.cuda_device import on_stream
+from chitu.types import Ready
 
 
 class RowSums:
@@ -72,12 +73,16 @@ class DeviceRows:
             self._write(row, data)
 
     @torch.inference_mode()
-    def seal(self, row: int, header: bytes, end: int) -> None:
-        with self._finished():
+    def seal(self, row: int, header: bytes, end: int) -> Ready | None:
+        with on_stream(self._stream):
             self._write(row, header)
-            self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8].view(torch.int64).copy_(
-                self._sums.sums(self._rows[row : row + 1], end)[0]
-            )
+            checksum = self._sums.sums(self._rows[row : row + 1], end)[0]
+            self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8].view(torch.int64).copy_(checksum)
+            if self._stream is None:
+                return None
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(self._stream)
+        return ready
 
     @torch.inference_mode()
     def checked(self, row: int, end: int) -> bytes:

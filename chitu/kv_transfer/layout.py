@@ -54,7 +54,7 @@ from chitu.protocol import (
     unpack_i32,
 )
 from chitu.protocol.trace import TracedSums
-from chitu.types import room_text
+from chitu.types import Ready, room_text
 
 ADDRESS_LIMIT = 1 << 63
 """Upper bound of addresses, which are handled as int64; no user space address reaches it."""
@@ -267,13 +267,14 @@ class MetadataBuffers:
         self._check(slot)
         self._rows.write(slot, bytes(AUX_HEADER_BYTES))
 
-    def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None:
-        """Write the header, on P, once the logits are in place. The row must not change from then until it is sent."""
+    def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> Ready | None:
+        """Write the header, on P, once the logits are in place. The row must not change from then until it is sent.
+        Return what sending waits for, unless the row is complete."""
         if len(room) != 16:
             raise ValueError(f"a room of {len(room)} bytes")
         self._check(slot)
         header = HEADER.pack(MAGIC, VERSION, self._logits_bytes, room, 0, cached_tokens)
-        self._rows.seal(slot, header, AUX_HEADER_BYTES + self._logits_bytes)
+        return self._rows.seal(slot, header, AUX_HEADER_BYTES + self._logits_bytes)
 
     def verify(self, slot: int, room: bytes) -> int:
         """Verify a row on D, after P reported it written, and return how many tokens P had cached. Raises Integrity

@@ -166,9 +166,10 @@ class PageWriter:
             if self._trace is not None and is_traced:
                 self._trace.note_send(job.room, write)
             if job.is_aux:
-                self._memory.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
+                sealed = self._memory.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
                 slots = computed.aux_slot, write.destination.info.dst_aux_index
-                return Written(job, self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s),)))
+                written = self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s, sealed),))
+                return Written(job, written)
             if job.is_state:
                 write.record.state = self._seal(computed)
                 slots = computed.state_slot, write.destination.info.dst_state_index

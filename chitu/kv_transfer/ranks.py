@@ -60,6 +60,7 @@ from chitu.kv_transfer.rank_orders import (
 from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards, wait_for
 from chitu.kv_transfer.transports.transport import Transport, WriteError
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, StateSeal, pack_i32, unpack_i32
+from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +214,8 @@ class TPDecodeWriter:
         order = WritePages.of(self._fan_out.next_number(), self._incarnation, timeout_s, chunks, *pages)
         return self._write(order, lambda: self._own.write_pages(chunks, *pages, timeout_s), timeout_s)
 
-    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
-        return self._own.write_aux(src_slot, dst_slot, timeout_s)
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float, ready: Ready | None = None) -> int:
+        return self._own.write_aux(src_slot, dst_slot, timeout_s, ready)
 
     def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
         order = WriteState(self._fan_out.next_number(), self._incarnation, timeout_s, src_slot, dst_slot)

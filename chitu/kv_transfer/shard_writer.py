@@ -306,8 +306,9 @@ class DecodeWriter(Protocol):
         ChituError before anything was written."""
         ...
 
-    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
-        """Write the logits row from our main rank to D's and return its bytes. Raises the errors of `write_pages`."""
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float, ready: Ready | None = None) -> int:
+        """Write the logits row from our main rank to D's, once `ready` has passed, and return its bytes. Raises the
+        errors of `write_pages`."""
         ...
 
     def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
@@ -389,11 +390,12 @@ class ShardWriter:
         ]
         return plans[0] if len(plans) == 1 else join(*plans)
 
-    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float, ready: Ready | None = None) -> int:
         rank = self._ranks[0]
         copies = plan_aux_copy(rank.pairs.src, rank.pairs.dst, src_slot, dst_slot)
-        rank.transport.write(rank.handle, copies, timeout_s)
-        return copies.nbytes
+        if ready is not None and not isinstance(rank.transport, OrderedTransport):
+            ready.synchronize()
+        return _write([(rank, copies)], () if ready is None else (ready,), timeout_s)
 
     def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
         planned = []

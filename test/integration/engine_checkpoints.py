@@ -200,6 +200,8 @@ class Engine:
         drafts: bool = False,
         mtp_tokens: int = 1,
         experts: ExpertGroup | None = None,
+        checks_rows: bool = False,
+        greedy: Any = None,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
@@ -238,6 +240,8 @@ class Engine:
             recording,
             mtp_tokens=mtp_tokens,
             experts=experts,
+            checks_rows=checks_rows,
+            greedy=greedy,
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

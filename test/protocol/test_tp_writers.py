@@ -12,7 +12,7 @@ import stat
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_LAYERS, NUM_PAGES, Ranks, layout_of, mixed_layout
-from support.fake_transport import FakeFabric, Fault, FaultKind
+from support.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, Offload, StepPlan, StepResult
@@ -39,7 +39,8 @@ from chitu.kv_transfer.shard_writer import (
     pair_regions,
     plan_page_copies,
 )
-from chitu.kv_transfer.transports.transport import CopyList, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
+from chitu.types import Ready
 
 CHUNK = TransferKVChunk(0, 2, 1, 4)
 SRC_PAGES, DST_PAGES = [0, 3, 1, 2], [5, 8, 9, 4]
@@ -482,6 +483,36 @@ def test_the_logits_row_goes_from_main_rank_to_main_rank() -> None:
     writer = open_shards(decode.registration(), prefill.layout, 0, prefill.pools[0], prefill.transports[:1])
     assert writer.write_aux(1, NUM_AUX - 1, 1.0) == AUX_ROW_BYTES
     assert (decode.pools[0].rows[-1] == 9).all() and (decode.pools[0].rows[0] == 255).all()
+
+
+class Sealed:
+    """A point that a row is complete behind; `pass_` completes it."""
+
+    def __init__(self, pass_: Callable[[], None]) -> None:
+        self.synchronize = pass_
+
+    def wait(self, stream: object = None) -> None:
+        self.synchronize()
+
+
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["the thread waits", "the device waits"])
+def test_a_logits_row_that_a_device_is_still_sealing_leaves_sealed(is_ordered: bool) -> None:
+    class Ordered(FakeTransport):
+        def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+            assert (prefill.pools[0].rows[1] == 0).all(), "nobody has waited before the launch"
+            for ready in after:
+                ready.wait()
+            self.write(peer, copies, timeout_s)
+
+    fabric = FakeFabric()
+    prefill, decode = Ranks(fabric, "p", layout_of(2, 1)), Ranks(fabric, "d", layout_of(2, 1))
+    prefill.pools[0].rows[1] = 0
+    transport = prefill.transports[0]
+    if is_ordered:
+        transport.__class__ = Ordered
+    writer = open_shards(decode.registration(), prefill.layout, 0, prefill.pools[0], [transport])
+    writer.write_aux(1, 0, 1.0, Sealed(lambda: prefill.pools[0].rows[1].fill(9)))
+    assert (decode.pools[0].rows[0] == 9).all()
 
 
 def test_tp_sizes_may_differ_but_must_fit_the_heads() -> None:

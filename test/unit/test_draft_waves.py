@@ -41,7 +41,7 @@ def draw(sampler: Argmax, wanted: list[int], drafts: dict[int, list[int]], slots
     table = SlotTable(4, 64, 4, 64, CPU)
     for slot in slots:
         admit = Admit(slot, pack_i32([1, 2, 3]), 2, 2, tuple(range(8 * slot, 8 * slot + 8)), SamplingParams(20))
-        table.admit(admit)
+        table.admit([admit])
     table.advance_decode(slots)
     logits_RV = torch.nn.functional.one_hot(torch.tensor(wanted), VOCAB).float()
     waves = DraftWaves(table, StepLogprobs(VOCAB, CPU))

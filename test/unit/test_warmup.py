@@ -68,7 +68,9 @@ def test_p_computes_logits_into_a_row_and_prompts_that_no_recording_holds() -> N
 
 def test_d_samples_a_token_from_a_row_as_the_first_request_does() -> None:
     reader = plans_of(4, 8192, Shapes(1000, 16, samples=True, num_aux_slots=8))
-    (first,) = [plan for plan in reader.plans if plan.first_tokens]
+    first, greedy = (plan for plan in reader.plans if plan.first_tokens)
+    assert greedy.admit[0].sampling.temperature == 0.0 < first.admit[0].sampling.temperature
+    assert first.first_tokens[0].is_checked and greedy.first_tokens[0].is_checked
     assert first.admit[0].kv_len == first.admit[0].prompt_len, "its KV came from P"
     temperatures = {admit.sampling.temperature for plan in reader.plans for admit in plan.admit if admit.sampling}
     assert len(temperatures) == 2 and 0.0 in temperatures, "argmax, and the kernels of sampling"

@@ -169,7 +169,7 @@ class StepBench:
     ) -> tuple[SlotTable, StepGraphs]:
         table = SlotTable(len(admits), limit, PAGE_SIZE, pool.num_pages, self._card.device, pool.scratch_page)
         for admit in admits:
-            table.admit(admit)
+            table.admit([admit])
         return table, StepGraphs(self.model, table, pool, recording)
 
     def _pool(self, num_pages: int) -> KVPool:

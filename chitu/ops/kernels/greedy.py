@@ -1,0 +1,141 @@
+"""Greedy tokens in two launches: each row's largest logit, whether the row is sound, and its token appended to its
+sequence. For first tokens the rows are aux rows, and the first launch also sums up what their checksums cover: a row is
+read once.
+
+Gives the tokens of `sampling_ops.greedy`, bit by bit, and the sums of `kv_cache/device_rows.py`. Called by
+`ModelRunner` and `StepGraphs` on the step thread. Every launch can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, CHECKED_BYTES, COVERED_FROM, WORD_BYTES, row_weights
+from chitu.ops.kernels.sampling import (
+    CHUNK,
+    INFINITY_KEY,
+    LARGEST_KEY,
+    LARGEST_PACKED,
+    LOWEST,
+    NO_TOKEN,
+    _best,
+    _ordered,
+)
+
+CHECKED_NUMBERS = CHECKED_BYTES // 8
+FIRST_WORD = COVERED_FROM // WORD_BYTES
+"""Word of a row with which the checksum begins. The first logit is the word behind it."""
+HEADER_NUMBERS = tl.constexpr(AUX_HEADER_BYTES // 8)
+FOUND_NUMBERS = tl.constexpr(CHECKED_NUMBERS)
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _scan(
+    words_ptr, index_ptr, weights_ptr, peaks_ptr, sums_ptr, row_stride, num_words, vocab,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, IS_AUX: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk). Aux rows are at `index`, and begin one word before the logits."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = at - 1 if IS_AUX else at
+    source = tl.load(index_ptr + row) if IS_AUX else row
+    words = tl.load(words_ptr + source * row_stride + at, mask=at < num_words, other=0)
+    x = words.to(tl.float32, bitcast=True)
+    packed = (_ordered(x).to(tl.int64) << 32) | (ids ^ LARGEST_KEY).to(tl.int64)
+    packed = tl.where(x < float("inf"), packed, LARGEST_PACKED)
+    tl.store(peaks_ptr + row * CHUNKS + chunk, tl.max(tl.where((ids >= 0) & (ids < vocab), packed, LOWEST), 0))
+    if IS_AUX:
+        weights = tl.load(weights_ptr + at, mask=at < num_words, other=0)
+        tl.store(sums_ptr + row * CHUNKS + chunk, tl.sum(words.to(tl.int64) * weights, 0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "scratch_slot"])
+def _append(
+    peaks_ptr, sums_ptr, numbers_ptr, headers_ptr, rows_ptr, token_ids_ptr, tokens_ptr, header_stride, token_stride,
+    num_rows, scratch_slot, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, IS_AUX: tl.constexpr,
+):  # fmt: skip
+    """One program a row. `rows`: slots, then positions. A decoded row's token comes behind its position, which moves
+    on; a first token comes to its position. `tokens`: the tokens, then for aux rows header and checksum of each."""
+    row = tl.program_id(0).to(tl.int64)
+    best = _best(peaks_ptr, row, CHUNKS, CHUNKS_PAD)
+    key = best >> 32
+    is_sound = (key < INFINITY_KEY) & (key > -INFINITY_KEY - 1)
+    token = tl.where(is_sound, (best & LARGEST_KEY) ^ LARGEST_KEY, NO_TOKEN)
+    slot, position = tl.load(rows_ptr + row), tl.load(rows_ptr + num_rows + row)
+    tl.store(tokens_ptr + row, token)
+    place = position if IS_AUX else position + 1
+    tl.store(token_ids_ptr + slot * token_stride + place, tl.where(is_sound, token, 0))
+    if IS_AUX:
+        c, h = tl.arange(0, CHUNKS_PAD), tl.arange(0, HEADER_NUMBERS)
+        found_ptr = tokens_ptr + num_rows + row * FOUND_NUMBERS
+        source = tl.load(numbers_ptr + row)
+        tl.store(found_ptr + h, tl.load(headers_ptr + source * header_stride + h))
+        total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
+        tl.store(found_ptr + HEADER_NUMBERS, total)
+    else:
+        tl.store(rows_ptr + num_rows + row, position + (slot != scratch_slot).to(tl.int64))
+
+
+class GreedyKernels:
+    """Scratch memory for up to `num_rows` rows over a vocabulary, with `num_hidden` numbers behind the logits of aux
+    rows, and the launches that use it. One stream: two calls never overlap."""
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, num_hidden: int, device: torch.device, chunk: int = CHUNK
+    ) -> None:
+        self._vocab_size, self._chunk = vocab_size, chunk
+        self._num_words = 1 + vocab_size + num_hidden
+        self._chunks = triton.cdiv(self._num_words, chunk)
+        self._peaks = torch.empty(num_rows * self._chunks, dtype=torch.int64, device=device)
+        self._sums = torch.empty_like(self._peaks)
+        self._weights = torch.from_numpy(row_weights(COVERED_FROM + WORD_BYTES * self._num_words)).to(device)
+
+    def append_(
+        self,
+        logits_BV: torch.Tensor,
+        rows_2B: torch.Tensor,
+        token_ids: torch.Tensor,
+        tokens_B: torch.Tensor,
+        scratch_slot: int,
+    ) -> None:
+        """Do what `sampling_ops.append_greedy_` does."""
+        num_rows, chunks = logits_BV.shape[0], triton.cdiv(self._vocab_size, self._chunk)
+        words = logits_BV.view(torch.int32)
+        none = rows_2B
+        sizes: dict[str, Any] = {"CHUNKS": chunks, "IS_AUX": False}
+        kernel: Any = _scan[(num_rows, chunks)]
+        kernel(
+            words, none, self._weights, self._peaks, self._sums, words.stride(0), self._vocab_size, self._vocab_size,
+            CHUNK=self._chunk, num_warps=8, **sizes,
+        )  # fmt: skip
+        kernel = _append[(num_rows,)]
+        kernel(
+            self._peaks, self._sums, none, none, rows_2B, token_ids, tokens_B, 0, token_ids.stride(0),
+            num_rows, scratch_slot, CHUNKS_PAD=triton.next_power_of_2(chunks), **sizes,
+        )  # fmt: skip
+
+    def first_tokens(
+        self, aux: torch.Tensor, numbers_3R: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tokens of aux rows, int64 `[R]`, what is found in the rows, `[R, CHECKED_BYTES / 8]`, and both as
+        one tensor. `numbers`: int64, the index of each row, the slot of its sequence and the position to which the
+        token is appended."""
+        num_rows = numbers_3R.shape[1]
+        words, headers = aux.view(torch.int32), aux.view(torch.int64)
+        out = torch.empty(num_rows * (1 + CHECKED_NUMBERS), dtype=torch.int64, device=aux.device)
+        sizes: dict[str, Any] = {"CHUNKS": self._chunks, "IS_AUX": True}
+        kernel: Any = _scan[(num_rows, self._chunks)]
+        kernel(
+            words[:, FIRST_WORD:], numbers_3R[0], self._weights, self._peaks, self._sums, words.stride(0),
+            self._num_words, self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
+        )  # fmt: skip
+        kernel = _append[(num_rows,)]
+        kernel(
+            self._peaks, self._sums, numbers_3R[0], headers, numbers_3R[1:], token_ids, out, headers.stride(0),
+            token_ids.stride(0), num_rows, -1, CHUNKS_PAD=triton.next_power_of_2(self._chunks), **sizes,
+        )  # fmt: skip
+        return out[:num_rows], out[num_rows:].view(num_rows, CHECKED_NUMBERS), out
