@@ -27,7 +27,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear, sums, widen
+from chitu.ops.kernels import (
+    attention,
+    blocks,
+    gather,
+    greedy,
+    mla,
+    moe,
+    rope,
+    rows,
+    sampling,
+    small_linear,
+    sums,
+    widen,
+)
 from chitu.ops.scaled_weights import Scales
 
 INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
@@ -216,6 +229,16 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         sizes |= {"CAPACITY": sampling.CAPACITY}
         found.append(variant(sampling._gather, tensors, sizes, **options))
         found.append(variant(sampling._finish, tensors, sizes, **options))
+    greedily = {"words_ptr": INT32} | dict.fromkeys(
+        ("index_ptr", "weights_ptr", "peaks_ptr", "sums_ptr", "numbers_ptr", "headers_ptr", "rows_ptr"), INT
+    )
+    greedily |= {"token_ids_ptr": INT, "tokens_ptr": INT}
+    for is_aux in (False, True):
+        chunks = -(-(VOCABULARY + is_aux) // greedy.CHUNK)
+        sizes = {"CHUNKS": chunks, "IS_AUX": is_aux}
+        found.append(variant(greedy._scan, greedily, sizes | {"CHUNK": greedy.CHUNK}, num_warps=8))
+        padded = {"CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        found.append(variant(greedy._append, greedily, sizes | padded, num_warps=4))
     return found
 
 

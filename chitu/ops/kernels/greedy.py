@@ -33,7 +33,8 @@ HEADER_NUMBERS = tl.constexpr(AUX_HEADER_BYTES // 8)
 FOUND_NUMBERS = tl.constexpr(CHECKED_NUMBERS)
 
 
-@triton.jit(do_not_specialize=["num_words"])
+# The numbers of a launch begin anywhere in one upload: an alignment more would be a kernel more, compiled by a request.
+@triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["index_ptr"])
 def _scan(
     words_ptr, index_ptr, weights_ptr, peaks_ptr, sums_ptr, row_stride, num_words, vocab,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, IS_AUX: tl.constexpr,
@@ -53,7 +54,7 @@ def _scan(
         tl.store(sums_ptr + row * CHUNKS + chunk, tl.sum(words.to(tl.int64) * weights, 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "scratch_slot"])
+@triton.jit(do_not_specialize=["num_rows", "scratch_slot"], do_not_specialize_on_alignment=["numbers_ptr", "rows_ptr"])
 def _append(
     peaks_ptr, sums_ptr, numbers_ptr, headers_ptr, rows_ptr, token_ids_ptr, tokens_ptr, header_stride, token_stride,
     num_rows, scratch_slot, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, IS_AUX: tl.constexpr,
