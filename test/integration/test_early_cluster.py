@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,12 @@ import httpx
 import pytest
 from nursery import FORKED
 from support.planted_scheduler import ENVIRONMENT
+from support.router_process import wait_until
 
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.net.curve import derive
 from chitu.tools.bench.token_times import streamed_tokens
 from chitu.tools.make_model import make_model
 
@@ -95,3 +101,65 @@ def test_a_p_that_draws_wrongly_is_found_and_its_streams_continue_behind_what_wa
                 assert tokens[1:] == behind
         assert counted(cluster.url, "chitu_early_tokens_total", "outcome").get("different", 0) >= num_wrong
         assert num_wrong and counted(cluster.url, "chitu_retries_total", "code").get("integrity", 0) >= num_wrong
+
+
+def test_each_of_two_routers_shows_the_early_tokens_of_its_own_requests(
+    settings: list[str], unified: LocalCluster
+) -> None:
+    shape = [f"{ROUTER}.hosts=[127.0.0.1, 127.0.0.1]"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", [*settings, *shape]), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        urls = list(cluster.router_urls.values())
+        asked = [(prompt, KINDS[i % len(KINDS)], urls[i % 3 == 0]) for i, prompt in enumerate(prompts(9))]
+        for prompt, fields, url in asked:
+            expected = streamed_tokens(unified.url, prompt, NUM_TOKENS, **fields)[1]
+            assert streamed_tokens(url, prompt, NUM_TOKENS, **fields)[1] == expected
+        for url in urls:
+            found = counted(url, "chitu_early_tokens_total", "outcome")
+            assert found.get("shown", 0) + found.get("late", 0) == sum(each == url for _, _, each in asked), found
+            assert found.get("confirmed", 0) == found["shown"] and found.keys() <= {"shown", "confirmed", "late"}, found
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["drained", "mixed"])
+def test_early_tokens_are_confirmed_while_weights_change_under_load(
+    settings: list[str], tmp_path: Path, is_mixed: bool
+) -> None:
+    """D draws from P's row, so the weights of the row do not matter, nor whether D has changed already."""
+    other = make_model(tmp_path / "other", family="qwen3", seed=1)
+    first = settings[0].removeprefix("model.path=")
+    asked, is_over, streams = prompts(6), threading.Event(), Counter[tuple[int, ...]]()
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        alone = {}
+
+        def stream() -> None:
+            while not is_over.is_set():
+                streams[tuple(streamed_tokens(cluster.url, asked[0], NUM_TOKENS)[1])] += 1
+
+        for _ in range(4):
+            alone[first] = tuple(streamed_tokens(cluster.url, asked[0], NUM_TOKENS)[1])
+        with ThreadPoolExecutor(3) as threads:
+            loads = [threads.submit(stream) for _ in range(3)]
+            try:
+                for path in (str(other), first, str(other)):
+                    reply = operator(cluster, "/admin/weights", path=path, mixed=is_mixed)
+                    assert reply.status_code == 200, reply.text
+                    before = sum(streams.values())
+                    wait_until(lambda before=before: sum(streams.values()) >= before + 6, 60, lambda: str(streams))
+            finally:
+                is_over.set()
+            for load in loads:
+                load.result()
+        alone[str(other)] = tuple(streamed_tokens(cluster.url, asked[0], NUM_TOKENS)[1])
+        found = counted(cluster.url, "chitu_early_tokens_total", "outcome")
+    assert len(set(alone.values())) == 2 and streams[alone[first]] and streams[alone[str(other)]]
+    assert is_mixed or set(streams) == set(alone.values()), "no answer has tokens of two versions"
+    assert found["shown"] >= 10 and "different" not in found, found
+    assert found["confirmed"] == found["shown"], found
+
+
+def operator(cluster: LocalCluster, route: str, **body: object) -> httpx.Response:
+    secrets = derive(cluster_key_of(cluster.topology))
+    assert secrets is not None
+    headers = {"Authorization": f"Bearer {secrets.token}"}
+    return httpx.post(f"{cluster.url}{route}", json=body, headers=headers, trust_env=False, timeout=120)
