@@ -131,7 +131,7 @@ class SlotTable:
         if not any(map(len, parts)):
             return [], torch.empty(0, dtype=torch.int64, device=self.device)
         numbers = upload_tensor(torch.from_numpy(np.concatenate(parts)), self.device)
-        sent = numbers.split([len(part) for part in parts])
+        sent = torch.split(numbers, [len(part) for part in parts])
         rows = [self.token_ids[admit.slot, : len(part)] for admit, part in zip(admits, prompts, strict=True)]
         for row, part in zip(rows, sent[: len(rows)], strict=True):
             row.copy_(part)

@@ -47,6 +47,7 @@ from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, row_weights
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.kv_cache.state_row import StateRow
 from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
@@ -391,19 +392,20 @@ def _assemble(
     )
     mtp_tokens = topology.scheduler.mtp_tokens
     checks_rows = pool.device.type == "cuda"
-    steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, _greedy_kernels(num_slots, pool)
+    steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
     return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
 
 
-def _greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:
+def greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:
     """Return the kernels for greedy tokens on a GPU, compiled; None elsewhere."""
     if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from chitu.ops.kernels.greedy import GreedyKernels
 
-    return GreedyKernels(num_slots, pool.layout.vocab_size, pool.layout.draft_hidden, pool.device)
+    weights = torch.from_numpy(row_weights(AUX_HEADER_BYTES + 4 * pool.layout.aux_numbers)).to(pool.device)
+    return GreedyKernels(num_slots, pool.layout.vocab_size, AUX_HEADER_BYTES, weights)
 
 
 def _longest(target: _Target, num_pages: int) -> int:

@@ -41,10 +41,10 @@ from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import (
     ROWS_AT_ONCE,
     Checks,
+    FoundRows,
     Guesses,
     Lines,
     Mark,
-    Rows,
     StepLogprobs,
     StepTokens,
     joined,
@@ -162,7 +162,7 @@ class ModelRunner:
         """Whether the rows of its chunks that sample nothing are finite."""
         self._greedy = greedy
         self._row_sums = RowSums(pool.aux_row_bytes, pool.device) if checks_rows else None
-        self._rows: Rows | None = None
+        self._rows: FoundRows | None = None
         """What was found in the aux rows from which the step that is being launched draws."""
         self._tokens = StepTokens((2 + MAX_DRAFT) * num_slots, self._mark if self._device.type == "cuda" else None)
         self.info = ExecutorInfo(
@@ -345,9 +345,9 @@ class ModelRunner:
     def _note_rows(self, first_tokens: Sequence[FirstToken], found_RC: torch.Tensor, both: torch.Tensor | None) -> None:
         checked = [row for row, first in enumerate(first_tokens) if first.is_checked]
         if len(checked) == len(first_tokens):
-            self._rows = Rows([first.slot for first in first_tokens], found_RC, both)
+            self._rows = FoundRows([first.slot for first in first_tokens], found_RC, both)
         elif checked:
-            self._rows = Rows([first_tokens[row].slot for row in checked], found_RC[upload(checked, self._device)])
+            self._rows = FoundRows([first_tokens[row].slot for row in checked], found_RC[upload(checked, self._device)])
 
     def _first_logits(self, first_tokens: Sequence[FirstToken], aux_slots_R: torch.Tensor) -> torch.Tensor:
         """Return the logits of aux rows, and note what is found in them."""

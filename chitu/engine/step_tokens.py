@@ -137,7 +137,7 @@ class Guesses(NamedTuple):
     """int64, on the device."""
 
 
-class Rows(NamedTuple):
+class FoundRows(NamedTuple):
     """What was found in the aux rows of some slots."""
 
     slots: list[int]
@@ -238,7 +238,7 @@ class StepTokens:
         failures: dict[int, str] | None = None,
         checks: Sequence[Checks] = (),
         guesses: Guesses | None = None,
-        rows: Rows | None = None,
+        rows: FoundRows | None = None,
     ) -> StepHandle:
         """Return the handle of the step just launched. `tokens_N[i]` is for `slots[i]`; None if it samples none.
         `prompt_lines`, by slot, are large and rare: each gets its own copy. `failures`: as in `StepResult`."""

@@ -237,7 +237,7 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         chunks = -(-(VOCABULARY + is_aux) // greedy.CHUNK)
         sizes = {"CHUNKS": chunks, "IS_AUX": is_aux}
         found.append(variant(greedy._scan, greedily, sizes | {"CHUNK": greedy.CHUNK}, num_warps=8))
-        padded = {"CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        padded = {"CHUNKS_PAD": triton.next_power_of_2(chunks), "HEADER_NUMBERS": 8}
         found.append(variant(greedy._append, greedily, sizes | padded, num_warps=4))
     return found
 

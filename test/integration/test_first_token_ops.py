@@ -16,12 +16,12 @@ from support.operations import Operations
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chitu.engine import batch
-from chitu.engine.executor import FirstToken, StepPlan
+from chitu.engine.executor import FirstToken, PrefillChunk, StepPlan
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import append_greedy_, greedy
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.errors import Integrity
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes, row_weights
 from chitu.kv_cache.device_rows import DeviceRows, RowSums
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.ops.torch_ops import TorchOps
@@ -48,6 +48,13 @@ def folder(tmp_path_factory):
     return path
 
 
+def kernels_of(
+    num_rows: int, vocab: int, hidden: int = 0, chunk: int = 4096, kind: type[GreedyKernels] = GreedyKernels
+) -> GreedyKernels:
+    weights = torch.from_numpy(row_weights(AUX_HEADER_BYTES + 4 * (vocab + hidden)))
+    return kind(num_rows, vocab, AUX_HEADER_BYTES, weights, chunk)
+
+
 def logits_of(rows: int, vocab: int, seed: int, marks: list[tuple[int, int]]) -> torch.Tensor:
     """Return logits with ties, and with these special values: (place, index in `SPECIAL`)."""
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)).mul_(4).round_()
@@ -66,7 +73,7 @@ def test_the_kernels_end_a_decode_as_torch_does(
     logits = logits_of(rows, vocab, seed, marks)
     if is_hopeless:
         logits[0] = float("-inf")
-    scratch, kernels = 7, GreedyKernels(8, vocab, 0, CPU, CHUNK)
+    scratch, kernels = 7, kernels_of(8, vocab, 0, CHUNK)
     results = []
     for append in (append_greedy_, kernels.append_):
         rows_2B = torch.tensor([[5, 2, 0, 4, 7][:rows], [3, 0, 9, 1, 0][:rows]])
@@ -91,7 +98,7 @@ def test_the_kernels_draw_and_check_rows_as_torch_does(
     aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * vocab].view(torch.float32)[:] = logits
     numbers = torch.stack([torch.randperm(6, generator=generator)[:rows], torch.arange(rows), torch.arange(rows) + 2])
     token_ids = torch.full((6, 9), -5)
-    tokens, found, both = GreedyKernels(4, vocab, hidden, CPU, CHUNK).first_tokens(aux, numbers, token_ids)
+    tokens, found, both = kernels_of(4, vocab, hidden, CHUNK).first_tokens(aux, numbers, token_ids)
     expected = greedy(logits[numbers[0]])
     assert torch.equal(tokens, expected)
     assert torch.equal(found, RowSums(num_bytes, CPU).checked(aux[numbers[0]], end))
@@ -115,6 +122,12 @@ class Counted(GreedyKernels):
         if self.count is not None:
             self.count.names += ["_scan", "_append"]
         return result
+
+    def append_(self, *args):
+        with _disable_current_modes():
+            super().append_(*args)
+        if self.count is not None:
+            self.count.names += ["_scan", "_append"]
 
 
 class Noted:
@@ -165,7 +178,7 @@ def first(engine: Engine, slot: int, aux_slot: int, sampling: SamplingParams, is
 
 
 def test_from_ps_logits_to_ds_token_a_device_does_fifteen_things_and_two_threads_wait(folder, monkeypatch):
-    kernels = Counted(8, VOCAB_SIZE, 0, CPU)
+    kernels = kernels_of(8, VOCAB_SIZE, kind=Counted)
     engine, buffers = engine_of(folder, kernels)
     room = new_room()
     engine.pool.aux_logits[3] = torch.randn(VOCAB_SIZE)
@@ -193,7 +206,7 @@ def test_from_ps_logits_to_ds_token_a_device_does_fifteen_things_and_two_threads
 def test_first_tokens_are_those_of_torch_and_what_is_found_too(folder, sampling, is_checked):
     found = []
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
-    for kernels in (None, GreedyKernels(8, VOCAB_SIZE, 0, CPU)):
+    for kernels in (None, kernels_of(8, VOCAB_SIZE)):
         engine, buffers = engine_of(folder, kernels)
         room = b"r" * 16
         for row in range(4):
@@ -211,7 +224,7 @@ def test_first_tokens_are_those_of_torch_and_what_is_found_too(folder, sampling,
 
 
 def test_a_damaged_row_is_found_by_its_own_draw(folder):
-    engine, buffers = engine_of(folder, GreedyKernels(8, VOCAB_SIZE, 0, CPU))
+    engine, buffers = engine_of(folder, kernels_of(8, VOCAB_SIZE))
     room = new_room()
     engine.pool.aux_logits[3] = torch.randn(VOCAB_SIZE)
     buffers.seal(3, room)
@@ -225,9 +238,31 @@ def test_a_damaged_row_is_found_by_its_own_draw(folder):
 
 def test_a_recorded_decode_that_ends_in_the_kernels_gives_the_tokens_of_one_that_ends_in_torch(folder):
     tokens = []
-    for kernels in (None, GreedyKernels(8, VOCAB_SIZE, 0, CPU)):
+    for kernels in (None, kernels_of(8, VOCAB_SIZE)):
         recording = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
         engine = Engine(folder, ops=TorchOps(), max_model_len=128, recording=recording, greedy=kernels)
         prompts = [make_prompt(length) for length in (3, 40, 16)]
         tokens.append(generate(engine, prompts, 8))
     assert tokens[0] == tokens[1]
+
+
+def test_a_recorded_decode_ends_in_two_launches(folder):
+    counts = []
+    for kernels in (None, kernels_of(8, VOCAB_SIZE, kind=Counted)):
+        recording = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
+        engine = Engine(folder, ops=TorchOps(), max_model_len=128, recording=recording, greedy=kernels)
+        generate(engine, [make_prompt(20)], 3)
+        admit = engine.admit(0, make_prompt(20), 32)
+        engine.runner.execute(StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, 20, sample=True)]))
+        engine.runner.execute(StepPlan(decode=[0]))
+        with Operations() as operations:
+            if kernels is not None:
+                kernels.count = operations
+            engine.runner.execute(StepPlan(decode=[0]))
+        counts.append(operations.names)
+    torchs, launched = counts
+    at = torchs.index("argmax")
+    tail = ["argmax", "add", "index_put_", "amax", "isfinite", "bitwise_not", "masked_fill", "copy_", "ne", "add_"]
+    tail.append("copy_")
+    assert torchs[at : at + len(tail)] == tail
+    assert launched == [*torchs[:at], "_scan", "_append", *torchs[at + len(tail) :]]

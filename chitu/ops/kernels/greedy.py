@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, CHECKED_BYTES, COVERED_FROM, WORD_BYTES, row_weights
 from chitu.ops.kernels.sampling import (
     CHUNK,
     INFINITY_KEY,
@@ -25,12 +24,6 @@ from chitu.ops.kernels.sampling import (
     _best,
     _ordered,
 )
-
-CHECKED_NUMBERS = CHECKED_BYTES // 8
-FIRST_WORD = COVERED_FROM // WORD_BYTES
-"""Word of a row with which the checksum begins. The first logit is the word behind it."""
-HEADER_NUMBERS = tl.constexpr(AUX_HEADER_BYTES // 8)
-FOUND_NUMBERS = tl.constexpr(CHECKED_NUMBERS)
 
 
 # The numbers of a launch begin anywhere in one upload: an alignment more would be a kernel more, compiled by a request.
@@ -58,6 +51,7 @@ def _scan(
 def _append(
     peaks_ptr, sums_ptr, numbers_ptr, headers_ptr, rows_ptr, token_ids_ptr, tokens_ptr, header_stride, token_stride,
     num_rows, scratch_slot, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, IS_AUX: tl.constexpr,
+    HEADER_NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """One program a row. `rows`: slots, then positions. A decoded row's token comes behind its position, which moves
     on; a first token comes to its position. `tokens`: the tokens, then for aux rows header and checksum of each."""
@@ -72,7 +66,7 @@ def _append(
     tl.store(token_ids_ptr + slot * token_stride + place, tl.where(is_sound, token, 0))
     if IS_AUX:
         c, h = tl.arange(0, CHUNKS_PAD), tl.arange(0, HEADER_NUMBERS)
-        found_ptr = tokens_ptr + num_rows + row * FOUND_NUMBERS
+        found_ptr = tokens_ptr + num_rows + row * (HEADER_NUMBERS + 1)
         source = tl.load(numbers_ptr + row)
         tl.store(found_ptr + h, tl.load(headers_ptr + source * header_stride + h))
         total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
@@ -82,18 +76,22 @@ def _append(
 
 
 class GreedyKernels:
-    """Scratch memory for up to `num_rows` rows over a vocabulary, with `num_hidden` numbers behind the logits of aux
-    rows, and the launches that use it. One stream: two calls never overlap."""
+    """Scratch memory for up to `num_rows` rows over a vocabulary, and the launches that use it. One stream: two calls
+    never overlap.
+
+    An aux row is a header of `header_bytes`, which is a power of two, then the logits. `weights`: int64 `[W]`, of the
+    words that a checksum covers, from the last one of the header on (`aux_row.row_weights`).
+    """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, num_hidden: int, device: torch.device, chunk: int = CHUNK
+        self, num_rows: int, vocab_size: int, header_bytes: int, weights_W: torch.Tensor, chunk: int = CHUNK
     ) -> None:
         self._vocab_size, self._chunk = vocab_size, chunk
-        self._num_words = 1 + vocab_size + num_hidden
-        self._chunks = triton.cdiv(self._num_words, chunk)
-        self._peaks = torch.empty(num_rows * self._chunks, dtype=torch.int64, device=device)
+        self._weights = weights_W
+        self._first_word, self._header_numbers = header_bytes // 4 - 1, header_bytes // 8
+        self._chunks = triton.cdiv(weights_W.shape[0], chunk)
+        self._peaks = torch.empty(num_rows * self._chunks, dtype=torch.int64, device=weights_W.device)
         self._sums = torch.empty_like(self._peaks)
-        self._weights = torch.from_numpy(row_weights(COVERED_FROM + WORD_BYTES * self._num_words)).to(device)
 
     def append_(
         self,
@@ -108,6 +106,7 @@ class GreedyKernels:
         words = logits_BV.view(torch.int32)
         none = rows_2B
         sizes: dict[str, Any] = {"CHUNKS": chunks, "IS_AUX": False}
+        padded: dict[str, Any] = {"CHUNKS_PAD": triton.next_power_of_2(chunks), "HEADER_NUMBERS": self._header_numbers}
         kernel: Any = _scan[(num_rows, chunks)]
         kernel(
             words, none, self._weights, self._peaks, self._sums, words.stride(0), self._vocab_size, self._vocab_size,
@@ -116,27 +115,31 @@ class GreedyKernels:
         kernel = _append[(num_rows,)]
         kernel(
             self._peaks, self._sums, none, none, rows_2B, token_ids, tokens_B, 0, token_ids.stride(0),
-            num_rows, scratch_slot, CHUNKS_PAD=triton.next_power_of_2(chunks), **sizes,
+            num_rows, scratch_slot, **padded, **sizes,
         )  # fmt: skip
 
     def first_tokens(
         self, aux: torch.Tensor, numbers_3R: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tokens of aux rows, int64 `[R]`, what is found in the rows, `[R, CHECKED_BYTES / 8]`, and both as
-        one tensor. `numbers`: int64, the index of each row, the slot of its sequence and the position to which the
-        token is appended."""
+        """Return the tokens of aux rows, int64 `[R]`, what is found in the rows (header and checksum, int64 `[R, 9]`
+        with a header of 64 bytes), and both as one tensor. `numbers`: int64, the index of each row, the slot of its
+        sequence and the position to which the token is appended."""
         num_rows = numbers_3R.shape[1]
         words, headers = aux.view(torch.int32), aux.view(torch.int64)
-        out = torch.empty(num_rows * (1 + CHECKED_NUMBERS), dtype=torch.int64, device=aux.device)
+        out = torch.empty(num_rows * (2 + self._header_numbers), dtype=torch.int64, device=aux.device)
         sizes: dict[str, Any] = {"CHUNKS": self._chunks, "IS_AUX": True}
+        padded: dict[str, Any] = {
+            "CHUNKS_PAD": triton.next_power_of_2(self._chunks),
+            "HEADER_NUMBERS": self._header_numbers,
+        }
         kernel: Any = _scan[(num_rows, self._chunks)]
         kernel(
-            words[:, FIRST_WORD:], numbers_3R[0], self._weights, self._peaks, self._sums, words.stride(0),
-            self._num_words, self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
+            words[:, self._first_word :], numbers_3R[0], self._weights, self._peaks, self._sums, words.stride(0),
+            self._weights.shape[0], self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
         )  # fmt: skip
         kernel = _append[(num_rows,)]
         kernel(
             self._peaks, self._sums, numbers_3R[0], headers, numbers_3R[1:], token_ids, out, headers.stride(0),
-            token_ids.stride(0), num_rows, -1, CHUNKS_PAD=triton.next_power_of_2(self._chunks), **sizes,
+            token_ids.stride(0), num_rows, -1, **padded, **sizes,
         )  # fmt: skip
-        return out[:num_rows], out[num_rows:].view(num_rows, CHECKED_NUMBERS), out
+        return out[:num_rows], out[num_rows:].view(num_rows, -1), out

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from chitu.engine.batch import SlotTable
-from chitu.engine.build import load_model
+from chitu.engine.build import greedy_kernels, load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
@@ -168,9 +168,9 @@ class StepBench:
         self, pool: KVPool, admits: list[Admit], limit: int, recording: Recording
     ) -> tuple[SlotTable, StepGraphs]:
         table = SlotTable(len(admits), limit, PAGE_SIZE, pool.num_pages, self._card.device, pool.scratch_page)
-        for admit in admits:
-            table.admit([admit])
-        return table, StepGraphs(self.model, table, pool, recording)
+        table.admit(admits)
+        kernels = greedy_kernels(len(admits), pool)
+        return table, StepGraphs(self.model, table, pool, recording, greedy=kernels)
 
     def _pool(self, num_pages: int) -> KVPool:
         spec = self.spec
@@ -193,7 +193,8 @@ class StepBench:
     ) -> ModelRunner:
         model = self.model if ops is None else dataclasses.replace(self.model, ops=ops)
         sampler = Sampler(num_slots, self.spec.vocab_size, pool.device, self.spec.eos_token_ids)
-        return ModelRunner(self.spec, model, pool, num_slots, limit, sampler, recording)
+        kernels = greedy_kernels(num_slots, pool)
+        return ModelRunner(self.spec, model, pool, num_slots, limit, sampler, recording, greedy=kernels)
 
     def _admit(self, slot: int, tokens: int, limit: int, kv_len: int) -> Admit:
         """Return an admission of `tokens` token ids, with pages for `limit` tokens that no other slot has and that are
