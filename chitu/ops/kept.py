@@ -41,6 +41,14 @@ class KeptBlocks(NamedTuple):
             numbers = numbers.add_(self._by_input(self.added_OR))
         return numbers.to(self.dtype)
 
+    def rows(self, rows: slice) -> KeptBlocks:
+        """Return these outputs."""
+        return self._replace(
+            codes_OI=self.codes_OI[rows],
+            scales_OR=self.scales_OR[rows],
+            added_OR=None if self.added_OR is None else self.added_OR[rows],
+        )
+
     def part(self, first: int, count: int) -> KeptBlocks:
         """Return these inputs of all outputs. `first`: of a run."""
         runs = slice(first // self.run, -(-(first + count) // self.run))

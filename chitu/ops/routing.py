@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from chitu.ops.interface import Routes
-from chitu.ops.routing_rule import RoutingRule
+from chitu.ops.routing_rule import ClampedGate, RoutingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,13 @@ class Router:
     rule: RoutingRule
     choice_bias_E: torch.Tensor | None = None
     """Bias added to the scores only for the choice, float32."""
+    logit_bias_E: torch.Tensor | None = None
+    """Bias of the logits, float32."""
 
 
 def route(x_TD: torch.Tensor, router: Router) -> Routes:
     """Return the experts of each row, best first, and their weights."""
-    rule, logits_TE = router.rule, F.linear(x_TD.float(), router.weight_ED)
+    rule, logits_TE = router.rule, F.linear(x_TD.float(), router.weight_ED, router.logit_bias_E)
     scores_TE = logits_TE.sigmoid() if rule.scoring == "sigmoid" else logits_TE.softmax(-1)
     chosen_by_TE = scores_TE if router.choice_bias_E is None else scores_TE + router.choice_bias_E
     if rule.num_groups > 1:
@@ -66,3 +68,11 @@ def weighted_sum(y_RD: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Return `[T, D]`: the weighted results of each row's pairs, added in the order of the row's experts."""
     y_TAD = y_RD.view(*routes.experts_TA.shape, -1).float()
     return (y_TAD * routes.weights_TA.unsqueeze(-1)).sum(1).to(y_RD.dtype)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, clamp: ClampedGate | None) -> torch.Tensor:
+    """Return what a gated MLP projects down. May overwrite its arguments."""
+    if clamp is None:
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return torch.sigmoid(gate * clamp.alpha).mul_(gate).mul_(up + 1)

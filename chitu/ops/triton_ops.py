@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from chitu.ops.e4m3 import keeps_e4m3
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import (
+    Batch,
+    ExpertBiases,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    RotaryTable,
+    Routes,
+    Span,
+)
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
@@ -22,6 +32,7 @@ from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.kernels.widen import wide_linear
+from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, scaled_stack, scaled_weight
 from chitu.ops.torch_ops import PlainWeight
 from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_prompt
@@ -34,6 +45,8 @@ class CardExperts:
     gate_up_EGD: torch.Tensor | ScaledStack
     """Weights `[E, 2 I, D]`, gate rows first."""
     down_EDI: torch.Tensor | ScaledStack
+    biases: ExpertBiases | None = None
+    gate: ClampedGate | None = None
 
     @property
     def num_experts(self) -> int:
@@ -46,7 +59,7 @@ class TritonOps:
     kernels can read e4m3 there, so weights of it stay as small as they are (`scaled_weights.py`).
 
     Attention of spans: torch's library (`whole_prompts.py`) for those that begin a sequence and have at least
-    `whole_prompt_tokens`, our own kernel for the rest. Recorded steps use our own kernel.
+    `whole_prompt_tokens`, our own kernel for the rest, and for windows and sinks. Recorded steps use our own kernel.
     """
 
     name = "triton"
@@ -129,8 +142,14 @@ class TritonOps:
             silu_mul(self.linear(x_TD, w), out_TI)
         return out_TI
 
-    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        return CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI))
+    def prepare_experts(
+        self,
+        gate_up_EGD: Weights,
+        down_EDI: Weights,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> ExpertWeights:
+        return CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI), biases, gate)
 
     def _stack(self, weights_EOI: Weights) -> torch.Tensor | ScaledStack:
         kept = scaled_stack(weights_EOI) if self._has_e4m3 else None
@@ -140,7 +159,8 @@ class TritonOps:
         if not isinstance(experts, CardExperts):
             raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
         (gate_up_EGD, of_gate_up), (down_EDI, of_down) = map(_parts, (experts.gate_up_EGD, experts.down_EDI))
-        return mixture(x_TD, routes.experts_TA, routes.weights_TA, gate_up_EGD, down_EDI, of_gate_up, of_down)
+        weights = gate_up_EGD, down_EDI, of_gate_up, of_down
+        return mixture(x_TD, routes.experts_TA, routes.weights_TA, *weights, experts.biases, experts.gate)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -163,19 +183,25 @@ class TritonOps:
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
-        routes = self._routes_of(batch)
-        if routes.is_alone:
-            return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
+        tiles_Y4, whole = batch.tiles_Y4, tuple[Span, ...]()
+        if heads.is_plain:
+            routes = self._routes_of(batch)
+            if routes.is_alone:
+                return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
+            tiles_Y4, whole = routes.tiles_Y4, routes.whole
         out_THN = torch.empty_like(q_THN)
-        for span in routes.whole:
+        for span in whole:
             rows = slice(span.row, span.row + span.length)
             out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
-        if routes.tiles_Y4.shape[0]:
-            prefill_attention(q_THN, k_PKSN, v_PKSN, routes.tiles_Y4, batch.page_table, out_THN)
+        window, sinks_H = heads.window, heads.sinks_H
+        if tiles_Y4.shape[0]:
+            table = batch.page_table
+            prefill_attention(q_THN, k_PKSN, v_PKSN, tiles_Y4, table, out_THN, window=window, sinks_H=sinks_H)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:
             longest = batch.page_table.shape[1] * k_PKSN.shape[2]
+            longest = min(longest, window or longest)
             splits = num_splits_for(num_decoding, heads.num_kv_heads, longest, self._num_multiprocessors)
             decode_attention(
                 q_THN[decode],
@@ -186,6 +212,8 @@ class TritonOps:
                 batch.page_table,
                 out_THN[decode],
                 splits,
+                window,
+                sinks_H,
             )
         return out_THN.view(q_THN.shape[0], -1)
 

@@ -34,6 +34,8 @@ INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
+MORE = tuple({"WINDOW": window, "HAS_SINKS": has_sinks} for window, has_sinks in ((0, False), (0, True), (128, True)))
+"""What layers add to causal attention."""
 VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
 """Types of queries and pages."""
 
@@ -110,19 +112,22 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     kinds = (WIDE, HALF) if has_float32 else (HALF,)
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
+    tensors |= {"sinks_ptr": WIDE}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
     for queries, pages in VARIANTS:
         tile_rows, keys = attention.prefill_tile(queries == WIDE)
         tiles = {"HEADS": HEADS, "ROWS": tile_rows, "KEYS": keys}
         here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
-        own = shape | {"IS_FP8": pages == FP8}
         stages = attention.prefill_stages(pages == FP8)
-        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
+        for more in MORE[::-1] if queries == HALF else MORE[:1]:
+            own = shape | {"IS_FP8": pages == FP8} | more
+            found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
         if queries == WIDE and not has_float32:
             continue
         for is_split in (False, True):
             split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
-            found.append(variant(attention._decode_split, here, own | split, num_warps=4, num_stages=3))
+            for more in MORE[::-1] if queries == HALF else MORE[:1]:
+                found.append(variant(attention._decode_split, here, own | split | more, num_warps=4, num_stages=3))
         constants = {"HEADS": KV_HEADS, "VALUES": PAGE * DIM, "BLOCK": gather.VALUES_AT_ONCE, "DIM": DIM}
         here = here | {"pages_ptr": INT}
         found.append(variant(gather._gather_pages, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
@@ -181,6 +186,7 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
             schedule = mla.schedule(queries, pages == FP8)
             for first in (0, 1) if (heads_here, pages) == (128, HALF) else (0,):  # 1: of a layer that drafts
                 found.append(variant(mla._latent_attend, here, constants | {"FIRST": first}, **schedule))
+    row |= {"alpha": FLOAT, "limit": FLOAT}
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
@@ -192,9 +198,13 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
                 for runs, run in weights[kind]:
                     own = here | ({"weight_ptr": FP8} if runs else {})
                     constants = sizes | {"IS_GATED": is_gated, "RUNS": runs, "RUN": run or WIDTH}
+                    constants |= {"HAS_BIAS": False, "IS_CLAMPED": False}
                     scales = Scales(torch.empty(1, runs), run) if runs else None
                     warps = moe.product_warps(tile_rows, is_gated, scales)
                     found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
+                    if kind == HALF and not runs:
+                        constants = constants | {"HAS_BIAS": True, "IS_CLAMPED": is_gated}
+                        found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}

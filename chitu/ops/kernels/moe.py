@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.interface import ExpertBiases
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import Scales
 
 PAIRS_AT_ONCE = 1024
@@ -94,8 +96,11 @@ def _grouped_product(
     order_ptr,
     tiles_ptr,
     out_ptr,
+    bias_ptr,
     per_row,
     num_out,
+    alpha,
+    limit,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
@@ -103,9 +108,12 @@ def _grouped_product(
     IS_GATED: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
-    Gated: input is the pair's row, output o is `silu(gate_o) up_o`. Else the input is the first product's result."""
+    Gated: input is the pair's row, output o is `silu(gate_o) up_o`, or what `ClampedGate` says. Else the input is the
+    first product's result."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     count = tl.load(tile_ptr + 2)
     if count > 0:
@@ -140,8 +148,18 @@ def _grouped_product(
             acc *= tl.load(scales_of, mask=is_out, other=0.0)[None, :]
             if IS_GATED:
                 up_acc *= tl.load(scales_of + num_out, mask=is_out, other=0.0)[None, :]
+        if HAS_BIAS:
+            bias_of = bias_ptr + expert * rows_of_expert + o
+            acc += tl.load(bias_of, mask=is_out, other=0.0).to(tl.float32)[None, :]
+            if IS_GATED:
+                up_acc += tl.load(bias_of + num_out, mask=is_out, other=0.0).to(tl.float32)[None, :]
         y = acc
-        if IS_GATED:
+        if IS_GATED and IS_CLAMPED:
+            # Comparisons, so that a NaN stays one.
+            gate = tl.where(acc > limit, limit, acc)
+            up = tl.where(up_acc > limit, limit, tl.where(up_acc < -limit, -limit, up_acc))
+            y = gate * tl.sigmoid(gate * alpha) * (up + 1.0)
+        if IS_GATED and not IS_CLAMPED:
             y = acc * tl.sigmoid(acc) * up_acc
         to = out_ptr + pair.to(tl.int64)[:, None] * num_out + o[None, :]
         tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None] & is_out[None, :])
@@ -207,9 +225,11 @@ def mixture(
     down_EDI: torch.Tensor,
     gate_up_scales: Scales | None = None,
     down_scales: Scales | None = None,
+    biases: ExpertBiases | None = None,
+    gate: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts. The scales are of
-    weights of e4m3."""
+    weights of e4m3; `gate` takes the place of silu and product."""
     num_experts, hidden, inner = down_EDI.shape
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
     tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))
@@ -217,8 +237,10 @@ def mixture(
     inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     x_TD = x_TD.contiguous()
-    _product(x_TD, gate_up_EGD, gate_up_scales, order_R, tiles_Y3, inner_RI, per_row, tile_rows, is_gated=True)
-    _product(inner_RI, down_EDI, down_scales, order_R, tiles_Y3, y_RD, per_row, tile_rows, is_gated=False)
+    of_gate_up, of_down = (None, None) if biases is None else biases
+    sorted_pairs = order_R, tiles_Y3, per_row, tile_rows
+    _product(x_TD, gate_up_EGD, gate_up_scales, of_gate_up, inner_RI, *sorted_pairs, is_gated=True, gate=gate)
+    _product(inner_RI, down_EDI, down_scales, of_down, y_RD, *sorted_pairs, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     kernel: Any = _weighted_sum[(x_TD.shape[0], triton.cdiv(hidden, block))]
     kernel(y_RD, weights_TA.contiguous(), out_TD, per_row, hidden, BLOCK=block, num_warps=4)
@@ -229,13 +251,15 @@ def _product(
     x: torch.Tensor,
     weight_EOI: torch.Tensor,
     scales: Scales | None,
+    bias_EO: torch.Tensor | None,
+    out_RO: torch.Tensor,
     order_R: torch.Tensor,
     tiles_Y3: torch.Tensor,
-    out_RO: torch.Tensor,
     per_row: int,
     tile_rows: int,
     *,
     is_gated: bool,
+    gate: ClampedGate | None = None,
 ) -> None:
     num_out, width = out_RO.shape[1], 128 if tile_rows == 16 else 64
     if scales is not None and scales.runs > 1:
@@ -249,8 +273,11 @@ def _product(
         order_R,
         tiles_Y3,
         out_RO,
+        bias_EO if bias_EO is not None else x,
         per_row,
         num_out,
+        gate.alpha if gate is not None else 0.0,
+        gate.limit if gate is not None else 0.0,
         WIDTH=x.shape[1],
         ROWS=tile_rows,
         OUT=COLUMNS,
@@ -258,6 +285,8 @@ def _product(
         IS_GATED=is_gated,
         RUNS=scales.runs if scales is not None else 0,
         RUN=scales.run if scales is not None else x.shape[1],
+        HAS_BIAS=bias_EO is not None,
+        IS_CLAMPED=gate is not None,
         num_warps=product_warps(tile_rows, is_gated, scales),
         num_stages=3,
     )
