@@ -102,6 +102,8 @@ def _attention(spec: ModelSpec, traits: Traits, prefix: str) -> Shapes:
     if traits.qk_norm:
         yield f"{prefix}.q_norm.weight", (spec.head_dim,)
         yield f"{prefix}.k_norm.weight", (spec.head_dim,)
+    if traits.sinks:
+        yield f"{prefix}.sinks", (spec.num_heads,)
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, layer: int, prefix: str) -> Shapes:
@@ -130,6 +132,13 @@ def _index(index: IndexSpec, q_rank: int, hidden: int, prefix: str) -> Shapes:
 
 
 def _mixture(experts: ExpertSpec, hidden: int, prefix: str) -> Shapes:
+    if experts.is_joined:
+        count, inner = experts.num_experts, experts.intermediate_size
+        yield from _linear(f"{prefix}.router", count, hidden, has_bias=True)
+        for name, inputs, outputs in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+            yield f"{prefix}.experts.{name}", (count, inputs, outputs)
+            yield f"{prefix}.experts.{name}_bias", (count, outputs)
+        return
     yield f"{prefix}.gate.weight", (experts.num_experts, hidden)
     if experts.has_choice_bias:
         yield f"{prefix}.gate.e_score_correction_bias", (experts.num_experts,)

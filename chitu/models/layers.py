@@ -27,7 +27,9 @@ import torch.nn.functional as F
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import Internal
+from chitu.models.generic.window_attention import heads_in_rings
 from chitu.models.model import KVViews
+from chitu.models.window_state import KEYS, VALUES
 from chitu.ops.interface import (
     AdapterRows,
     Batch,
@@ -340,7 +342,12 @@ class DecoderModel:
         soon: Callable[[], None] = _no_callback
         if on_layer is not None and self.shard is None:
             soon = functools.partial(on_layer, index)
-        if isinstance(attention, AttentionLayer):
+        if isinstance(attention, AttentionLayer) and (index, KEYS) in cache.states:
+            qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
+            rings = cache.states[index, KEYS], cache.states[index, VALUES]
+            mixed_TC = heads_in_rings(qkv_TC, attention.heads, self.rotary, batch, *rings)
+            soon()
+        elif isinstance(attention, AttentionLayer):
             qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
             q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
             soon()

@@ -186,6 +186,8 @@ def _wide_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
     """Return how kernels keep a weight; None if they do not."""
     dtype, count = entries[packed.data].dtype, math.prod(packed.shape)
+    if len(packed.shape) == 3 and not packed.is_list:
+        return _kept_stack(packed, entries)
     if len(packed.shape) != 2 or packed.is_list:
         return None
     if packed.code == "ggml":
@@ -202,6 +204,23 @@ def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
     factor_bytes = 2 * WIDE_BYTES if packed.zeros else 2 if packed.has_half_scales(scale_dtype) else WIDE_BYTES
     form: Form = "e4m3" if dtype == "F8_E4M3" else "int8" if bits == 8 else "table4"
     return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes, form)
+
+
+def _kept_stack(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
+    """Return how kernels keep joined experts, whose files have a row an output (`joined_experts.py`)."""
+    count, dtypes = math.prod(packed.shape), {entries[name].dtype for name in (packed.data, packed.pair) if name}
+    if not packed.is_transposed or packed.added or len(dtypes) > 1:
+        return None
+    if packed.code == "ggml":
+        (dtype,) = dtypes
+        if dtype not in KEPT_BLOCKS:
+            return None
+        run, nbytes = KEPT_BLOCKS[dtype]
+        return Kept(run, count // run * nbytes, "int8" if dtype[:2] in WIDE_CODES else "table4")
+    if packed.code != "e2m1" or packed.factor:
+        return None
+    run = packed.block[1]
+    return Kept(run, count // 2 + count // run * WIDE_BYTES, "table4")
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:

@@ -227,6 +227,12 @@ def test_nor_do_weights_that_stay_in_8_bits(tmp_path):
     assert not found["added"] and found["started"]["_widen"] and found["started"]["_small_linear"] == 5 * 4
 
 
+def test_nor_do_windows_and_sinks(tmp_path):
+    """But for the sorting of pairs of experts by tiles, as below."""
+    found = variants_of(tmp_path, "gpt_oss")
+    assert found["added"].keys() <= {"_sort_pairs"} and found["started"]["_decode_split"] > 1
+
+
 def test_nor_does_the_layer_that_drafts(tmp_path):
     """But for the sorting of pairs of experts by tiles, as without it."""
     found = variants_of(tmp_path, "drafts")
@@ -251,6 +257,17 @@ def test_every_kernel_compiles_for_the_gpu():
     assert not [kernel for kernel in kernels if kernel["stack_bytes"]], "registers are spilled"
     (wide,) = [kernel for kernel in kernels if kernel["constants"].get("WORD_BYTES") == 8]
     assert wide["instructions"]["LDG.E.128"] and wide["instructions"]["STG.E.128"], "two words at once"
+
+
+@pytest.mark.parametrize("kernel", ["_decode_split", "_prefill_tiles", "_grouped_product"])
+def test_kernels_of_windows_sinks_and_clamped_gates_compile_for_sm_100(kernel):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    argv = [sys.executable, Path(__file__).parent / "compile_kernels.py", "--arch", "100", "--only", kernel]
+    found = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    more = [each for each in json.loads(found.stdout) if {"HAS_SINKS", "IS_CLAMPED"} & each["constants"].keys()]
+    assert any(each["constants"].get("HAS_SINKS", each["constants"].get("IS_CLAMPED")) for each in more)
+    assert not [each for each in more if each["stack_bytes"] or each["shared_bytes"] > 227 << 10], more
 
 
 @pytest.mark.parametrize("kernel", ["_small_linear", "_grouped_product", "_widen"])

@@ -81,7 +81,7 @@ def test_a_sound_model_has_a_hash_and_a_length() -> None:
             {"model.safetensors": "version https://git-lfs.github.com"},
             "is no safetensors file",
         ),
-        ("config.json", {"config.json": '{"architectures": ["GptOssForCausalLM"]}'}, "is not supported"),
+        ("config.json", {"config.json": '{"architectures": ["MixtralForCausalLM"]}'}, "is not supported"),
         ("config.json", {"config.json": "{"}, "cannot be read"),
         ("config.json", {}, "config.json does not exist"),
     ],
