@@ -41,7 +41,7 @@ from chitu.ops.interface import (
     RotaryTable,
     Routes,
 )
-from chitu.ops.routing import Router, route
+from chitu.ops.routing import Router
 from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
 
 INNER_NORM_EPS = 1e-6
@@ -420,7 +420,7 @@ class DecoderModel:
             return self._linear_add(linears, gated_TI, mlp.down, x_TD)
         normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
         # Every TP rank has the whole router, so all of them route alike.
-        routes = route(normed_TD, mlp.router)
+        routes = ops.route(normed_TD, mlp.router)
         if mlp.spread is None:
             mixed_TD = ops.mixture(normed_TD, routes, mlp.experts)
         else:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from chitu.ops.kept import Form, Matrix, Weights
 from chitu.ops.routing_rule import ClampedGate
+
+if TYPE_CHECKING:
+    from chitu.ops.routing import Router
 
 TILE_ROWS = 64
 """Most rows of a tile, whose attention a kernel computes together."""
@@ -222,6 +225,10 @@ class Ops(Protocol):
     ) -> ExpertWeights:
         """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs.
         `gate`: theirs, unless it is `silu(gate) * up`."""
+        ...
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        """Return the experts of each row and their weights, new tensors, as `routing.route` does."""
         ...
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:

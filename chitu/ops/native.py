@@ -46,7 +46,7 @@ from chitu.ops.interface import (
     Routes,
 )
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, in_16_bits
-from chitu.ops.routing import gated, rows_by_expert, weighted_sum
+from chitu.ops.routing import Router, gated, route, rows_by_expert, weighted_sum
 from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.torch_ops import TorchOps
 
@@ -368,6 +368,9 @@ class NativeOps(Ops):
         of_gate_up, of_down = (None, None) if biases is None else biases
         gate_up = tuple(map(self.prepare_gate_up, gate_up_EGD, _each(of_gate_up)))
         return PackedExperts(gate_up, tuple(map(self.prepare, down_EDI, _each(of_down))), gate)
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router)
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         if not isinstance(experts, PackedExperts):

@@ -1,4 +1,4 @@
-"""Expert routing: softmax or sigmoid scores, groups, the best few. Does not wait for the device. Also the rows of each
+"""Expert routing: softmax or sigmoid scores, groups, the best few. Does not wait for a GPU. Also the rows of each
 expert, for implementations that iterate over experts.
 
 Shapes: T rows, E experts, A experts of a row, R = T A pairs of a row and one of its experts (row-major), G groups.
@@ -37,7 +37,7 @@ def route(x_TD: torch.Tensor, router: Router) -> Routes:
     chosen_by_TE = scores_TE if router.choice_bias_E is None else scores_TE + router.choice_bias_E
     if rule.num_groups > 1:
         chosen_by_TE = _within_the_best_groups(chosen_by_TE, rule)
-    experts_TA = chosen_by_TE.topk(rule.top_k, dim=-1).indices
+    experts_TA = first_of_largest(chosen_by_TE, rule.top_k)
     weights_TA = scores_TE.gather(1, experts_TA)
     if rule.is_normalised:
         # 1e-20 prevents 0 / 0 and does not change any other sum.
@@ -49,8 +49,20 @@ def _within_the_best_groups(scores_TE: torch.Tensor, rule: RoutingRule) -> torch
     groups_TGE = scores_TE.view(scores_TE.shape[0], rule.num_groups, -1)
     votes_TG = groups_TGE.topk(rule.group_votes, dim=-1).values.sum(-1)
     best_TG = torch.zeros_like(votes_TG, dtype=torch.bool)
-    best_TG.scatter_(1, votes_TG.topk(rule.top_groups, dim=-1).indices, True)
+    best_TG.scatter_(1, first_of_largest(votes_TG, rule.top_groups), True)
     return groups_TGE.masked_fill(~best_TG.unsqueeze(-1), -float("inf")).flatten(1)
+
+
+def first_of_largest(numbers_TE: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the largest numbers of each row, float32, best first, and of equal ones the first. Which of
+    them torch's `topk` takes is not defined, and differs by device."""
+    if numbers_TE.device.type == "cpu":
+        found_TA = numbers_TE.topk(min(count + 1, numbers_TE.shape[1]), dim=-1)
+        if not bool((found_TA.values[:, 1:] == found_TA.values[:, :-1]).any()):
+            return found_TA.indices[:, :count]
+    bits_TE = (numbers_TE + 0.0).view(torch.int32)  # 0.0 in place of -0.0
+    rank_TE = (bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)).long() << 32
+    return (rank_TE - torch.arange(numbers_TE.shape[1], device=numbers_TE.device)).topk(count, dim=-1).indices
 
 
 def rows_by_expert(routes: Routes, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:

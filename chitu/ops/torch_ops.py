@@ -26,7 +26,7 @@ from chitu.ops.interface import (
 )
 from chitu.ops.kept import Matrix, Weights, dequantised, stack_of
 from chitu.ops.masked_attention import AttentionKind, attend
-from chitu.ops.routing import gated, rows_by_expert, weighted_sum
+from chitu.ops.routing import Router, gated, route, rows_by_expert, weighted_sum
 from chitu.ops.routing_rule import ClampedGate
 
 
@@ -92,6 +92,9 @@ class PlainOps(Ops, Protocol):
 
     def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight), bias)
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router)
 
     def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
         return plain(weight).weight[rows_T]

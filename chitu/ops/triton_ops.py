@@ -29,9 +29,11 @@ from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
+from chitu.ops.kernels.router import counters, route
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.kernels.widen import wide_linear
+from chitu.ops.routing import Router
 from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, scaled_stack, scaled_weight
 from chitu.ops.torch_ops import PlainWeight
@@ -71,6 +73,7 @@ class TritonOps:
         self._has_e4m3 = has_e4m3
         self._whole_prompt_tokens = whole_prompt_tokens
         self._routes: AttentionPlan | None = None
+        self._arrived: torch.Tensor | None = None
 
     def keeps(self, form: Form, run: int, inputs: int) -> bool:
         return self._has_e4m3 and keeps_e4m3(form, run, inputs)
@@ -149,18 +152,30 @@ class TritonOps:
         biases: ExpertBiases | None = None,
         gate: ClampedGate | None = None,
     ) -> ExpertWeights:
-        return CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI), biases, gate)
+        experts = CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI), biases, gate)
+        self._counters(_parts(experts.down_EDI)[0].device)  # before a step is recorded
+        return experts
 
     def _stack(self, weights_EOI: Weights) -> torch.Tensor | ScaledStack:
         kept = scaled_stack(weights_EOI) if self._has_e4m3 else None
         return stack_of(weights_EOI).contiguous() if kept is None else kept
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router, self._counters(x_TD.device), self._num_multiprocessors)
+
+    def _counters(self, device: torch.device) -> torch.Tensor:
+        """Return the counters of the router's programs. No two steps run at once."""
+        if self._arrived is None:
+            self._arrived = counters(device)
+        return self._arrived
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         if not isinstance(experts, CardExperts):
             raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
         (gate_up_EGD, of_gate_up), (down_EDI, of_down) = map(_parts, (experts.gate_up_EGD, experts.down_EDI))
         weights = gate_up_EGD, down_EDI, of_gate_up, of_down
-        return mixture(x_TD, routes.experts_TA, routes.weights_TA, *weights, experts.biases, experts.gate)
+        more = experts.biases, experts.gate, self._num_multiprocessors
+        return mixture(x_TD, routes.experts_TA, routes.weights_TA, *weights, *more)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)

@@ -27,7 +27,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear, sums, widen
+from chitu.ops.kernels import (
+    attention,
+    blocks,
+    gather,
+    mla,
+    moe,
+    rope,
+    router,
+    rows,
+    sampling,
+    small_linear,
+    sums,
+    widen,
+)
 from chitu.ops.scaled_weights import Scales
 
 INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
@@ -188,23 +201,34 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
                 found.append(variant(mla._latent_attend, here, constants | {"FIRST": first}, **schedule))
     row |= {"alpha": FLOAT, "limit": FLOAT}
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
-    for tile_rows in (16, 64):
+    for tile_rows in (16, 64, moe.LARGE_TILE):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
         found.append(variant(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
         for is_gated in (False, True):
-            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
+            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "IN": 128 if tile_rows == 16 else 64}
             for kind in kinds if tile_rows == 16 else (HALF,):
                 here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind, "scales_ptr": WIDE}
-                for runs, run in weights[kind]:
+                for runs, run in weights[kind] if tile_rows < moe.LARGE_TILE else ((0, 0),):
                     own = here | ({"weight_ptr": FP8} if runs else {})
                     constants = sizes | {"IS_GATED": is_gated, "RUNS": runs, "RUN": run or WIDTH}
                     constants |= {"HAS_BIAS": False, "IS_CLAMPED": False}
+                    constants["OUT"] = moe.columns_for(INNER, tile_rows, EXPERTS, 132, is_gated=is_gated)
                     scales = Scales(torch.empty(1, runs), run) if runs else None
                     warps = moe.product_warps(tile_rows, is_gated, scales)
                     found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
                     if kind == HALF and not runs:
                         constants = constants | {"HAS_BIAS": True, "IS_CLAMPED": is_gated}
                         found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
+    routed = {"x_ptr": HALF, "weight_ptr": WIDE, "logit_bias_ptr": WIDE, "choice_bias_ptr": WIDE, "logits_ptr": WIDE}
+    routed |= {"arrived_ptr": INT32, "experts_ptr": INT, "weights_ptr": WIDE, "scale": FLOAT}
+    for is_deepseek, count, has_logits in itertools.product((False, True), (1, 64), (False, True)):
+        tile_rows, out, width = router.tile_for(count, 2 * EXPERTS, 132)
+        constants = {"WIDTH": WIDTH, "EXPERTS": 2 * EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "TOP_K": 6, "TOP_PAD": 8}
+        constants |= {"ROWS": 1 if has_logits else tile_rows, "OUT": out, "IN": width, "HAS_LOGITS": has_logits}
+        constants |= {"GROUPS": 8, "TOP_GROUPS": 4} if is_deepseek else {"GROUPS": 1, "TOP_GROUPS": 1}
+        constants |= {"GROUPS_PAD": constants["GROUPS"], "VOTES": 2 if is_deepseek else 1, "IS_SIGMOID": is_deepseek}
+        constants |= {"IS_NORMALISED": is_deepseek, "HAS_LOGIT_BIAS": not is_deepseek, "HAS_CHOICE_BIAS": is_deepseek}
+        found.append(variant(router._route, routed, constants, num_warps=4))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}

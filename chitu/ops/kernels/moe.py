@@ -25,7 +25,10 @@ from chitu.ops.scaled_weights import Scales
 
 PAIRS_AT_ONCE = 1024
 COLUMNS = 64
-"""Outputs of one program of a product."""
+"""Outputs of one program of a product, but for the largest and the smallest products."""
+MIN_COLUMNS = 16
+LARGE_TILE = 128
+"""Pairs of a tile if experts have many."""
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -178,13 +181,36 @@ def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constex
     tl.store(out_ptr + row * width + c, total.to(out_ptr.dtype.element_ty), mask=c < width)
 
 
-def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False) -> int:
-    """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain."""
-    return 16 if narrow or num_pairs <= 16 * num_experts else 64
+def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False, is_scaled: bool = False) -> int:
+    """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain. Sums of
+    the largest need the registers that weights with scales have for these."""
+    if narrow or num_pairs <= 16 * num_experts:
+        return 16
+    return 64 if num_pairs <= 64 * num_experts or is_scaled else LARGE_TILE
+
+
+def columns_for(
+    num_out: int, tile_rows: int, num_programs_a_column: int, num_multiprocessors: int, *, is_gated: bool
+) -> int:
+    """Return the outputs of a program, so that a large tile has 128 columns, and a few tiles of few pairs are enough
+    programs for the device. A gated program computes as many gates as ups. `num_programs_a_column`: most tiles with
+    pairs."""
+    if tile_rows == LARGE_TILE:
+        return COLUMNS if is_gated else 2 * COLUMNS
+    columns = COLUMNS
+    while (
+        tile_rows == 16
+        and columns > MIN_COLUMNS
+        and num_programs_a_column * triton.cdiv(num_out, columns) < 2 * num_multiprocessors
+    ):
+        columns //= 2
+    return columns
 
 
 def product_warps(tile_rows: int, is_gated: bool, scales: Scales | None) -> int:
     """Return the warps of a program. With a scale for each block it holds two products more in registers."""
+    if tile_rows == LARGE_TILE:
+        return 8
     return 8 if tile_rows == 64 and is_gated and scales is not None and scales.runs > 1 else 4
 
 
@@ -227,18 +253,21 @@ def mixture(
     down_scales: Scales | None = None,
     biases: ExpertBiases | None = None,
     gate: ClampedGate | None = None,
+    num_multiprocessors: int = 1,
 ) -> torch.Tensor:
     """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts. The scales are of
-    weights of e4m3; `gate` takes the place of silu and product."""
+    weights of e4m3; `gate` takes the place of silu and product. `num_multiprocessors`: of the device, which
+    small steps shall fill."""
     num_experts, hidden, inner = down_EDI.shape
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
-    tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))
+    narrow, is_scaled = is_narrow(x_TD.dtype, x_TD.device), gate_up_scales is not None or down_scales is not None
+    tile_rows = tile_rows_for(num_pairs, num_experts, narrow, is_scaled)
     order_R, tiles_Y3 = sort_pairs(experts_TA, num_experts, tile_rows)
     inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     x_TD = x_TD.contiguous()
     of_gate_up, of_down = (None, None) if biases is None else biases
-    sorted_pairs = order_R, tiles_Y3, per_row, tile_rows
+    sorted_pairs = order_R, tiles_Y3, per_row, tile_rows, min(num_pairs, num_experts), num_multiprocessors
     _product(x_TD, gate_up_EGD, gate_up_scales, of_gate_up, inner_RI, *sorted_pairs, is_gated=True, gate=gate)
     _product(inner_RI, down_EDI, down_scales, of_down, y_RD, *sorted_pairs, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -257,6 +286,8 @@ def _product(
     tiles_Y3: torch.Tensor,
     per_row: int,
     tile_rows: int,
+    most_experts: int,
+    num_multiprocessors: int,
     *,
     is_gated: bool,
     gate: ClampedGate | None = None,
@@ -264,8 +295,9 @@ def _product(
     num_out, width = out_RO.shape[1], 128 if tile_rows == 16 else 64
     if scales is not None and scales.runs > 1:
         width = min(width, scales.run & -scales.run)
+    columns = columns_for(num_out, tile_rows, most_experts, num_multiprocessors, is_gated=is_gated)
     # Columns first: the programs that share a tile's rows run together, and so do those that share an expert.
-    kernel: Any = _grouped_product[(triton.cdiv(num_out, COLUMNS), tiles_Y3.shape[0])]
+    kernel: Any = _grouped_product[(triton.cdiv(num_out, columns), tiles_Y3.shape[0])]
     kernel(
         x,
         weight_EOI,
@@ -280,7 +312,7 @@ def _product(
         gate.limit if gate is not None else 0.0,
         WIDTH=x.shape[1],
         ROWS=tile_rows,
-        OUT=COLUMNS,
+        OUT=columns,
         IN=width,
         IS_GATED=is_gated,
         RUNS=scales.runs if scales is not None else 0,
