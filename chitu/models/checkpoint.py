@@ -245,7 +245,7 @@ class WeightCount(NamedTuple):
     cpu_bytes: int = 0
     """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small; 0: not known."""
     card_numbers: int = 0
-    """Those that GPUs keep in 8 bits."""
+    """Those that GPUs keep in 8 or 4 bits."""
     card_bytes: int = 0
     """Of these in a GPU's memory, with their scales."""
 

@@ -54,7 +54,7 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
     packed, inputs = part.packed, 0 if part.packed.is_transposed else 1
     run = packed.block[inputs]
     if part.order is not None:
-        groups = torch.arange(part.shape[inputs]) // run
+        groups = torch.arange(part.shape[inputs], device=part.order.device) // run
         if not torch.equal(part.order, groups + part.order[0]):
             return None
         own = inputs, int(part.order[0]), int(groups[-1]) + 1
@@ -70,11 +70,11 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
     if packed.code == "e2m1":
         pairs = part.data.contiguous().view(torch.uint8)
         codes = torch.stack((pairs & 0xF, pairs >> 4), dim=2).flatten(1).narrow(1, part.skipped, part.shape[1])
-        return KeptBlocks("table4", codes, scales_OR, run, table=(*E2M1, *(-x for x in E2M1)))
+        return KeptBlocks("e2m1", codes, scales_OR, run, table=(*E2M1, *(-x for x in E2M1)))
     numbers = integers(part.data, packed.bits, packed.lanes, packed.packed_dim)
     numbers = numbers.narrow(packed.packed_dim, part.skipped, part.shape[packed.packed_dim])
     numbers = numbers.t() if packed.is_transposed else numbers
-    middle = 128 if packed.bits > 4 else 0
+    middle = 128 if packed.bits > 4 else 8
     added_OR = None
     if part.zeros is not None:  # both products are exact, since scales have 16 bits
         added_OR = (middle - _by_output(part.zeros, part)).mul_(scales_OR)
@@ -82,9 +82,9 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
         scales_OR = scales_OR.half()
     if packed.bits > 4:
         return KeptBlocks("int8", (numbers - middle).to(torch.int8).view(torch.uint8), scales_OR, run, added_OR)
-    middle = packed.middle if part.zeros is None else 0
+    middle = packed.middle if part.zeros is None else middle
     table = tuple(float(code - middle) for code in range(16))
-    return KeptBlocks("table4", numbers.to(torch.uint8), scales_OR, run, added_OR, table)
+    return KeptBlocks("int4", numbers.to(torch.uint8), scales_OR, run, added_OR, table)
 
 
 def _by_output(grid: torch.Tensor, part: Quantized) -> torch.Tensor:

@@ -16,7 +16,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
-from chitu.ops.e4m3 import keeps_e4m3
+from chitu.ops.kept_on_cards import keeps_on_cards
 
 if TYPE_CHECKING:
     from chitu.ops.kept import Form
@@ -132,7 +132,7 @@ class LogicalTensors:
     def on_cards(self) -> Mapping[str, Kept]:
         """Return those that GPUs keep."""
         shapes = {name: self.packed[name].shape for name in self.kept}
-        return {name: each for name, each in self.kept.items() if keeps_e4m3(each.form, each.run, shapes[name][1])}
+        return {name: each for name, each in self.kept.items() if keeps_on_cards(each.form, each.run, shapes[name][1])}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -200,7 +200,8 @@ def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
         return None
     bits = 8 if packed.code == "number" or packed.bits > 4 else 4
     factor_bytes = 2 * WIDE_BYTES if packed.zeros else 2 if packed.has_half_scales(scale_dtype) else WIDE_BYTES
-    form: Form = "e4m3" if dtype == "F8_E4M3" else "int8" if bits == 8 else "table4"
+    form: Form = "int8" if bits == 8 else "e2m1" if packed.code == "e2m1" else "int4"
+    form = "e4m3" if dtype == "F8_E4M3" else form
     return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes, form)
 
 

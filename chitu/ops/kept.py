@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Form = Literal["e4m3", "int8", "table4"]
+Form = Literal["e4m3", "int8", "int4", "e2m1", "table4"]
+"""Of codes: floats and integers of 8 bits; of 4 bits integers of -8 to 7, floats, or any 16 numbers."""
 WIDE_ROWS = 64
 """Rows that are compared at a time."""
 
@@ -23,7 +24,7 @@ class KeptBlocks(NamedTuple):
 
     form: Form
     codes_OI: torch.Tensor
-    """A byte a number: e4m3 without NaN, int8, or a place in the table."""
+    """A byte a number, uint8: e4m3 without NaN, int8, or a place in the table."""
     scales_OR: torch.Tensor
     """Factor of each output and run of inputs, float16 or float32; that of e4m3 is float32."""
     run: int
@@ -31,6 +32,7 @@ class KeptBlocks(NamedTuple):
     added_OR: torch.Tensor | None = None
     """What is added behind the product, in the dtype of the scales."""
     table: tuple[float, ...] = ()
+    """The 16 numbers of codes of 4 bits: of `int4` consecutive ones, of `e2m1` those of the codes."""
     dtype: torch.dtype = torch.float32
     """Of the model, to which a weight is rounded if it is dequantised after all."""
 
@@ -121,7 +123,7 @@ def _as_int8(weight: KeptBlocks, run: int, adds: bool) -> KeptBlocks:
         codes = torch.tensor(weight.table, device=codes.device).to(torch.int8)[codes.int()]
     if adds:
         added = torch.zeros_like(scales) if weight.added_OR is None else spread(weight.added_OR)
-    return KeptBlocks("int8", codes.view(torch.uint8), scales, run, added)
+    return KeptBlocks("int8", codes.view(torch.uint8), scales, run, added, dtype=weight.dtype)
 
 
 def _kind(weight: KeptBlocks) -> tuple[object, ...]:
