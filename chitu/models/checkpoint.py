@@ -303,7 +303,7 @@ def _count(logical: LogicalTensors, keeps: bool) -> WeightCount:
         on_cards = logical.on_cards
         numbers = sum(math.prod(logical.shapes[name]) for name in on_cards)
         return WeightCount(
-            logical.count(), logical.cpu_bytes, numbers, sum(each.num_bytes for each in on_cards.values())
+            logical.count(), logical.cpu_bytes, numbers, sum(each.card_bytes for each in on_cards.values())
         )
     shapes = logical.shapes
     more = sum(math.prod(shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())

@@ -35,13 +35,21 @@ class KeptBlocks(NamedTuple):
     """The 16 numbers of codes of 4 bits: of `int4` consecutive ones, of `e2m1` those of the codes."""
     dtype: torch.dtype = torch.float32
     """Of the model, to which a weight is rounded if it is dequantised after all."""
+    over_O: torch.Tensor | None = None
+    """Float32 factor of each output's scales, whose products with it are rounded to float32."""
 
     def dequantise(self) -> torch.Tensor:
         """Return the weight in the model's dtype."""
-        numbers = self._numbers().mul_(self._by_input(self.scales_OR))
+        numbers = self._numbers().mul_(self._by_input(self.with_scales_alone().scales_OR))
         if self.added_OR is not None:
             numbers = numbers.add_(self._by_input(self.added_OR))
         return numbers.to(self.dtype)
+
+    def with_scales_alone(self) -> KeptBlocks:
+        """Return the same numbers without factors of outputs."""
+        if self.over_O is None:
+            return self
+        return self._replace(scales_OR=self.scales_OR.float() * self.over_O.unsqueeze(1), over_O=None)
 
     def part(self, first: int, count: int) -> KeptBlocks:
         """Return these inputs of all outputs. `first`: of a run."""
@@ -92,10 +100,12 @@ def below(parts: Sequence[Matrix]) -> Matrix:
     if len(kept) < len(parts):
         return torch.cat([dequantised(each) for each in parts])
     added = [each.added_OR for each in kept if each.added_OR is not None]
+    over = [each.over_O for each in kept if each.over_O is not None]
     return kept[0]._replace(
         codes_OI=torch.cat([each.codes_OI for each in kept]),
         scales_OR=torch.cat([each.scales_OR for each in kept]),
         added_OR=torch.cat(added) if added else None,
+        over_O=torch.cat(over) if over else None,
     )
 
 
@@ -118,7 +128,7 @@ def _as_int8(weight: KeptBlocks, run: int, adds: bool) -> KeptBlocks:
     def spread(factors_OR: torch.Tensor) -> torch.Tensor:
         return factors_OR.float().repeat_interleave(weight.run // run, 1)[:, :num_runs]
 
-    codes, scales, added = weight.codes_OI, spread(weight.scales_OR), None
+    codes, scales, added = weight.codes_OI, spread(weight.with_scales_alone().scales_OR), None
     if weight.table:
         codes = torch.tensor(weight.table, device=codes.device).to(torch.int8)[codes.int()]
     if adds:
@@ -127,7 +137,8 @@ def _as_int8(weight: KeptBlocks, run: int, adds: bool) -> KeptBlocks:
 
 
 def _kind(weight: KeptBlocks) -> tuple[object, ...]:
-    return weight.form, weight.scales_OR.dtype, weight.run, weight.added_OR is None, weight.table
+    given = weight.added_OR is None, weight.over_O is None
+    return weight.form, weight.scales_OR.dtype, weight.run, *given, weight.table
 
 
 def in_16_bits(weight_OI: torch.Tensor) -> torch.Tensor | None:

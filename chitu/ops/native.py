@@ -217,6 +217,7 @@ def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, 
     """
     codes = None
     if isinstance(weight_OI, KeptBlocks):
+        weight_OI = weight_OI.with_scales_alone()
         numbers, codes = weight_OI.codes_OI.view(torch.uint8), _packed_codes(weight_OI, gate_up)
     elif small and (halves := in_16_bits(weight_OI)) is not None:
         numbers, codes = halves, PackedCodes(halves.dtype)

@@ -31,6 +31,8 @@ class Scales(NamedTuple):
     """Inputs of a run; the last one may have fewer."""
     added: torch.Tensor | None = None
     """What is added behind the product, like `factors`."""
+    over: torch.Tensor | None = None
+    """Factor of each output's factors, `[..., out]`; their products are rounded to float32."""
 
     @property
     def runs(self) -> int:
@@ -38,7 +40,8 @@ class Scales(NamedTuple):
 
     def rows(self, rows: slice) -> Scales:
         """Return those of these outputs."""
-        return Scales(self.factors[rows], self.run, None if self.added is None else self.added[rows])
+        added, over = (None if each is None else each[rows] for each in (self.added, self.over))
+        return Scales(self.factors[rows], self.run, added, over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ScaledWeight:
     """Its codes."""
     factors_OR: torch.Tensor
     added_OR: torch.Tensor | None
+    over_O: torch.Tensor | None
     run: int
     in_features: int
     bias: torch.Tensor | None
@@ -57,7 +61,7 @@ class ScaledWeight:
 
     @property
     def scales(self) -> Scales:
-        return Scales(self.factors_OR, self.run, self.added_OR)
+        return Scales(self.factors_OR, self.run, self.added_OR, self.over_O)
 
     @property
     def out_features(self) -> int:
@@ -65,7 +69,10 @@ class ScaledWeight:
 
     def rows_of(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Return these outputs as numbers, `[T, in]`."""
-        numbers = _numbers(self.weight[rows_T])[:, : self.in_features].mul_(self._by_input(self.factors_OR[rows_T]))
+        factors_TR = self.factors_OR[rows_T].float()
+        if self.over_O is not None:
+            factors_TR *= self.over_O[rows_T].unsqueeze(1)
+        numbers = _numbers(self.weight[rows_T])[:, : self.in_features].mul_(self._by_input(factors_TR))
         if self.added_OR is not None:
             numbers = numbers.add_(self._by_input(self.added_OR[rows_T]))
         return numbers.to(self.dtype)
@@ -82,11 +89,12 @@ class ScaledStack:
     """Their codes."""
     factors_EOR: torch.Tensor
     added_EOR: torch.Tensor | None
+    over_EO: torch.Tensor | None
     run: int
 
     @property
     def scales(self) -> Scales:
-        return Scales(self.factors_EOR, self.run, self.added_EOR)
+        return Scales(self.factors_EOR, self.run, self.added_EOR, self.over_EO)
 
 
 def is_kept(weight: Matrix, has_e4m3: bool = True) -> bool:
@@ -105,6 +113,7 @@ def scaled_weight(weight: KeptBlocks, bias: torch.Tensor | None) -> ScaledWeight
         weight=_codes(weight),
         factors_OR=weight.scales_OR.contiguous(),
         added_OR=None if added_OR is None else added_OR.contiguous(),
+        over_O=weight.over_O,
         run=weight.run,
         in_features=inputs,
         bias=bias,
@@ -116,13 +125,21 @@ def scaled_stack(weights: Weights, has_e4m3: bool = True) -> ScaledStack | None:
     """Return the experts' weights in the kernels' form; None unless all stay small, in one form and with equal runs."""
     if isinstance(weights, torch.Tensor):
         return None
-    kinds = {(each.form, each.run, each.scales_OR.dtype, each.added_OR is None) for each in weights}
+    kinds = {
+        (each.form, each.run, each.scales_OR.dtype, each.added_OR is None, each.over_O is None) for each in weights
+    }
     if len(kinds) != 1 or not all(is_kept(each, has_e4m3) for each in weights):
         return None
     codes_EOI = torch.stack([_codes(each) for each in weights])
     added = [each.added_OR for each in weights if each.added_OR is not None]
-    factors_EOR = torch.stack([each.scales_OR for each in weights])
-    return ScaledStack(codes_EOI, factors_EOR, torch.stack(added) if added else None, weights[0].run)
+    over = [each.over_O for each in weights if each.over_O is not None]
+    return ScaledStack(
+        weight=codes_EOI,
+        factors_EOR=torch.stack([each.scales_OR for each in weights]),
+        added_EOR=torch.stack(added) if added else None,
+        over_EO=torch.stack(over) if over else None,
+        run=weights[0].run,
+    )
 
 
 def _codes(weight: KeptBlocks) -> torch.Tensor:

@@ -48,16 +48,16 @@ WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
 E2M1, INT4 = "*u8", "*i8"
-PLAIN = (None, 0, 0, WIDE, False)
+PLAIN = (None, 0, 0, WIDE, "")
 KEPT = (
-    (FP8, 1, WIDTH, WIDE, False),
-    (FP8, WIDTH // 128, 128, WIDE, False),
-    (E2M1, WIDTH // 16, 16, WIDE, False),
-    (INT4, WIDTH // 128, 128, WIDE, True),
-    (INT4, WIDTH // 32, 32, "*fp16", False),
+    (FP8, 1, WIDTH, WIDE, ""),
+    (FP8, WIDTH // 128, 128, WIDE, ""),
+    (E2M1, WIDTH // 16, 16, "*fp16", "over"),
+    (INT4, WIDTH // 128, 128, WIDE, "added"),
+    (E2M1, WIDTH // 32, 32, WIDE, ""),
 )
-"""Of weights that stay small: type of the codes, runs of a row, inputs of a run, type of the scales, whether something
-is added behind them."""
+"""Of weights that stay small: type of the codes, runs of a row, inputs of a run, type of the scales, and what there is
+beside them."""
 VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
 """Types of queries and pages."""
 
@@ -247,11 +247,12 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
 
 def of_weight(kept: tuple[Any, ...], kind: str, width: int) -> tuple[dict[str, str], dict[str, object]]:
     """Return the types and constants of a weight that is read in blocks of `width` inputs, by rows of type `kind`."""
-    stored, runs, run, scale, has_added = kept
+    stored, runs, run, scale, beside = kept
     packed = stored in (E2M1, INT4)
     unit = codes.unit_of(Scales(torch.empty(1, runs), run), width) if packed else width
-    types = {"weight_ptr": stored or kind, "scales_ptr": scale, "added_ptr": scale}
-    constants = {"RUNS": runs, "RUN": run or WIDTH, "UNIT": unit, "HAS_ADDED": has_added}
+    types = {"weight_ptr": stored or kind, "scales_ptr": scale, "added_ptr": scale, "over_ptr": WIDE}
+    constants = {"RUNS": runs, "RUN": run or WIDTH, "UNIT": unit, "HAS_ADDED": beside == "added"}
+    constants["HAS_OVER"] = beside == "over"
     return types, constants | {"ON_SUMS": 0 if packed else runs}
 
 

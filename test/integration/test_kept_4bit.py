@@ -43,7 +43,7 @@ LOOSE = {"rtol": 1e-4, "atol": 1e-4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4 = tuple(float(number) for number in range(-8, 8))
 KINDS: dict[str, tuple[Form, int, bool, torch.dtype]] = {
-    "nvfp4": ("e2m1", 16, False, torch.float32),
+    "nvfp4": ("e2m1", 16, False, torch.float16),
     "mxfp4": ("e2m1", 32, False, torch.float32),
     "awq": ("int4", 128, True, torch.float32),
     "int4 of odd groups": ("int4", 48, True, torch.float32),
@@ -61,7 +61,8 @@ def weight_of(kind: str, out: int, inner: int, dtype: torch.dtype = torch.float3
     if has_added:
         scales = scales.bfloat16().float()  # so that products with codes are exact
     added = torch.randint(-7, 8, shape) * scales if has_added else None
-    return KeptBlocks(form, codes, scales.to(scale_dtype), run, added, E2M1 if form == "e2m1" else INT4, dtype)
+    over = torch.rand(out) + 0.5 if kind == "nvfp4" else None
+    return KeptBlocks(form, codes, scales.to(scale_dtype), run, added, E2M1 if form == "e2m1" else INT4, dtype, over)
 
 
 def plain(weight: KeptBlocks) -> torch.Tensor:
@@ -69,6 +70,8 @@ def plain(weight: KeptBlocks) -> torch.Tensor:
     numbers = torch.tensor(weight.table, dtype=torch.float64)[weight.codes_OI.long()]
     for c in range(numbers.shape[1]):
         numbers[:, c] *= weight.scales_OR[:, c // weight.run].double()
+        if weight.over_O is not None:
+            numbers[:, c] *= weight.over_O.double()
         if weight.added_OR is not None:
             numbers[:, c] += weight.added_OR[:, c // weight.run].double()
     return numbers.float()
@@ -260,6 +263,7 @@ def test_the_plan_counts_what_the_card_will_hold(name, tmp_path):
     count, wide = check_checkpoint(small, spec), check_checkpoint(small, spec, keeps=False)
     model = load_model(small, "float16", max_model_len=16, ops=OPS)
     own = {each.data_ptr(): each.nbytes for _, each in tensors_of(model)}
+    assert "NVFP4" not in name or count.card_bytes < 0.7 * count.card_numbers, "scales of 2 bytes"
     assert count.bytes_on_card(2) <= sum(own.values()) < 1.1 * count.bytes_on_card(2), "the router is float32"
     assert wide.bytes_on_card(2) == 2 * count.numbers and wide.card_bytes == 0
     assert check_checkpoint(large, read_model_spec(large)).bytes_on_card(2) == 2 * count.numbers

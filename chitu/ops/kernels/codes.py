@@ -20,6 +20,7 @@ def load_block(
     weight_ptr,
     scales_ptr,
     added_ptr,
+    over_ptr,
     o,
     is_out,
     start,
@@ -31,6 +32,7 @@ def load_block(
     RUN: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
 ):
     """Return the IN numbers from `start` on of the outputs `o`, `[OUT, IN]`, 0 where `is_out` is not set: of their own
     type, or of `dtype` if they are stored in 4 bits. UNIT: inputs of which all have the same scale."""
@@ -49,7 +51,10 @@ def load_block(
         first = start + tl.arange(0, IN // UNIT) * UNIT
         at = (o * RUNS)[:, None] + (first // RUN)[None, :]
         in_scales = is_out[:, None] & (first < WIDTH)[None, :]
-        numbers *= tl.load(scales_ptr + at, mask=in_scales, other=0.0).to(tl.float32)[:, :, None]
+        factors = tl.load(scales_ptr + at, mask=in_scales, other=0.0).to(tl.float32)
+        if HAS_OVER:
+            factors *= tl.load(over_ptr + o, mask=is_out, other=0.0)[:, None]
+        numbers *= factors[:, :, None]
         if HAS_ADDED:
             numbers += tl.load(added_ptr + at, mask=in_scales, other=0.0).to(tl.float32)[:, :, None]
         block = tl.reshape(numbers, [OUT, IN]).to(dtype)
@@ -73,15 +78,17 @@ def unit_of(scales: Scales, width: int) -> int:
 def launched(codes: torch.Tensor, scales: Scales | None, inputs: int, width: int) -> dict[str, object]:
     """Return what a launch says of a weight that it reads in blocks of `width` inputs."""
     if scales is None:
-        scales_of = {"scales_ptr": codes, "added_ptr": codes, "RUNS": 0, "RUN": inputs, "UNIT": width}
-        return {"weight_ptr": codes, "HAS_ADDED": False, **scales_of}
-    added = scales.added
+        given = dict.fromkeys(("weight_ptr", "scales_ptr", "added_ptr", "over_ptr"), codes)
+        return {**given, "RUNS": 0, "RUN": inputs, "UNIT": width, "HAS_ADDED": False, "HAS_OVER": False}
+    added, over = scales.added, scales.over
     return {
         "weight_ptr": codes,
         "scales_ptr": scales.factors,
         "added_ptr": scales.factors if added is None else added,
+        "over_ptr": scales.factors if over is None else over,
         "RUNS": scales.runs,
         "RUN": scales.run,
         "UNIT": unit_of(scales, width) if is_packed(codes) else width,
         "HAS_ADDED": added is not None,
+        "HAS_OVER": over is not None,
     }

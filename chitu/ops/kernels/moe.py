@@ -93,6 +93,7 @@ def _grouped_product(
     weight_ptr,
     scales_ptr,
     added_ptr,
+    over_ptr,
     order_ptr,
     tiles_ptr,
     out_ptr,
@@ -107,6 +108,7 @@ def _grouped_product(
     RUN: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
     ON_SUMS: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
@@ -140,6 +142,7 @@ def _grouped_product(
                 weight_ptr,
                 scales_ptr,
                 added_ptr,
+                over_ptr,
                 weight_row,
                 is_out,
                 start,
@@ -151,6 +154,7 @@ def _grouped_product(
                 RUN,
                 UNIT,
                 HAS_ADDED,
+                HAS_OVER,
             )
             acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, ON_SUMS)
             if IS_GATED:
@@ -158,6 +162,7 @@ def _grouped_product(
                     weight_ptr,
                     scales_ptr,
                     added_ptr,
+                    over_ptr,
                     weight_row + num_out,
                     is_out,
                     start,
@@ -169,6 +174,7 @@ def _grouped_product(
                     RUN,
                     UNIT,
                     HAS_ADDED,
+                    HAS_OVER,
                 )
                 up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, ON_SUMS)
         if ON_SUMS == 1:

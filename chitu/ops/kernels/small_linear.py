@@ -54,6 +54,7 @@ def _small_linear(
     weight_ptr,
     scales_ptr,
     added_ptr,
+    over_ptr,
     bias_ptr,
     norm_ptr,
     out_ptr,
@@ -72,6 +73,7 @@ def _small_linear(
     RUN: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
     ON_SUMS: tl.constexpr,
 ):
     """Program: OUT outputs of all rows. Gated: output o is `silu(gate_o) up_o`, the weight's rows o and num_out + o.
@@ -105,6 +107,7 @@ def _small_linear(
             weight_ptr,
             scales_ptr,
             added_ptr,
+            over_ptr,
             gate_row,
             is_out,
             start,
@@ -116,6 +119,7 @@ def _small_linear(
             RUN,
             UNIT,
             HAS_ADDED,
+            HAS_OVER,
         )
         acc = _with_product(acc, w, x, scales_of, start // RUN, is_out, ROWS, ON_SUMS)
         if IS_GATED:
@@ -123,6 +127,7 @@ def _small_linear(
                 weight_ptr,
                 scales_ptr,
                 added_ptr,
+                over_ptr,
                 up_row,
                 is_out,
                 start,
@@ -134,6 +139,7 @@ def _small_linear(
                 RUN,
                 UNIT,
                 HAS_ADDED,
+                HAS_OVER,
             )
             up_acc = _with_product(up_acc, w, x, up_scales_of, start // RUN, is_out, ROWS, ON_SUMS)
     if ROWS == 1:

@@ -23,6 +23,7 @@ def _widen(
     weight_ptr,
     scales_ptr,
     added_ptr,
+    over_ptr,
     out_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,6 +31,7 @@ def _widen(
     RUN: tl.constexpr,
     UNIT: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
     IS_SCALED: tl.constexpr,
 ):
     """Program (outputs, inputs): BLOCK inputs of one output. The outputs are the first dimension of the grid, which has
@@ -40,7 +42,22 @@ def _widen(
     c = start + tl.arange(0, BLOCK)
     is_in = (c < WIDTH)[None, :]
     numbers = load_block(
-        weight_ptr, scales_ptr, added_ptr, o, o >= 0, start, dtype, WIDTH, 1, BLOCK, RUNS, RUN, UNIT, HAS_ADDED
+        weight_ptr,
+        scales_ptr,
+        added_ptr,
+        over_ptr,
+        o,
+        o >= 0,
+        start,
+        dtype,
+        WIDTH,
+        1,
+        BLOCK,
+        RUNS,
+        RUN,
+        UNIT,
+        HAS_ADDED,
+        HAS_OVER,
     )
     if not IS_SCALED:
         factors = tl.load(scales_ptr + (o * RUNS)[:, None] + (c // RUN)[None, :], mask=is_in, other=0.0)
