@@ -255,7 +255,7 @@ class WeightCount(NamedTuple):
     cpu_bytes: int = 0
     """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small; 0: not known."""
     card_numbers: int = 0
-    """Those that GPUs keep in 8 bits."""
+    """Those that GPUs keep in 8 or 4 bits."""
     card_bytes: int = 0
     """Of these in a GPU's memory, with their scales."""
 
@@ -313,7 +313,7 @@ def _count(logical: LogicalTensors, keeps: bool) -> WeightCount:
         on_cards = logical.on_cards
         numbers = sum(math.prod(logical.shapes[name]) for name in on_cards)
         return WeightCount(
-            logical.count(), logical.cpu_bytes, numbers, sum(each.num_bytes for each in on_cards.values())
+            logical.count(), logical.cpu_bytes, numbers, sum(each.card_bytes for each in on_cards.values())
         )
     shapes = logical.shapes
     more = sum(math.prod(shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())

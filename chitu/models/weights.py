@@ -507,12 +507,13 @@ class WeightSource:
         return Quantized(
             packed=packed,
             data=data,
-            scales=scales_of(self._matrix(packed.scales, index, grid, blocks), factor, packed.divides),
+            scales=scales_of(self._matrix(packed.scales, index, grid, blocks), None, False),
             zeros=self._zeros(packed, index, grid, blocks) if packed.zeros else None,
             shape=(len(rows), len(columns)),
             first=(rows.start % packed.block[0], columns.start % packed.block[1]),
             skipped=cut.start % per_word,
             order=order,
+            factor=factor,
         )
 
     def _zeros(self, packed: PackedTensor, index: int, grid: list[int], blocks: list[range]) -> torch.Tensor:

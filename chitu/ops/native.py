@@ -55,7 +55,10 @@ logger = logging.getLogger(__name__)
 PANEL = 32
 HALF_FACTOR = 256.0
 """Factor of the scales of weights in e4m3: the kernel reads it as float16, which has another exponent."""
-FORMS: dict[Form | torch.dtype, int] = {"e4m3": 0, "int8": 1, "table4": 2, torch.bfloat16: 3, torch.float16: 4}
+FOUR_BITS: tuple[Form, ...] = ("table4", "int4", "e2m1")
+FORMS: dict[Form | torch.dtype, int] = {
+    "e4m3": 0, "int8": 1, **dict.fromkeys(FOUR_BITS, 2), torch.bfloat16: 3, torch.float16: 4,
+}  # fmt: skip
 """Forms of codes by the kernel's number."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
@@ -219,6 +222,7 @@ def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, 
     """
     codes = None
     if isinstance(weight_OI, KeptBlocks):
+        weight_OI = weight_OI.with_scales_alone()
         numbers, codes = weight_OI.codes_OI.view(torch.uint8), _packed_codes(weight_OI, gate_up)
     elif small and (halves := in_16_bits(weight_OI)) is not None:
         numbers, codes = halves, PackedCodes(halves.dtype)
@@ -226,9 +230,9 @@ def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, 
         numbers = weight_OI
     out_features, in_features = numbers.shape
     panels = _panels(numbers, gate_up)
-    if codes is not None and codes.form in ("table4", torch.bfloat16):
+    if codes is not None and codes.form in (*FOUR_BITS, torch.bfloat16):
         low, high = panels.chunk(2, dim=2)
-        panels = low | high << 4 if codes.form == "table4" else torch.stack((low, high), dim=3).flatten(2)
+        panels = low | high << 4 if codes.form in FOUR_BITS else torch.stack((low, high), dim=3).flatten(2)
     if gate_up:
         bias_O = None if bias_O is None else _interleave(bias_O.unsqueeze(1)).squeeze(1)
         out_features //= 2
@@ -281,7 +285,7 @@ def _rows_at(weight: PackedWeight, panels_T: torch.Tensor, lanes_T: torch.Tensor
         is_paired = codes is not None and codes.form == torch.bfloat16
         places_T = lanes_T % half * 2 + lanes_T // half if is_paired else lanes_T
         return weight.panels[panels_T, :, places_T].float()
-    if codes.form == "table4":
+    if codes.form in FOUR_BITS:
         codes_TI = (
             weight.panels[panels_T, :, lanes_T % half] >> (lanes_T // half * 4).to(torch.uint8).unsqueeze(1) & 0xF
         )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.e4m3 import keeps_e4m3
 from chitu.ops.interface import (
     Batch,
     ExpertBiases,
@@ -25,6 +24,7 @@ from chitu.ops.interface import (
     Span,
 )
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
+from chitu.ops.kept_on_cards import keeps_on_cards
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
@@ -42,7 +42,7 @@ from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_pr
 
 @dataclass(frozen=True, slots=True)
 class CardExperts:
-    """Every expert's gate, up and down in one tensor each, with scales if they are kept in e4m3."""
+    """Every expert's gate, up and down in one tensor each, with scales if they stay small."""
 
     gate_up_EGD: torch.Tensor | ScaledStack
     """Weights `[E, 2 I, D]`, gate rows first."""
@@ -58,7 +58,8 @@ class CardExperts:
 
 class TritonOps:
     """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention. `has_e4m3`: whether
-    kernels can read e4m3 there, so weights of it stay as small as they are (`scaled_weights.py`).
+    kernels can read e4m3 there. Weights of it, and of 4 bits everywhere, stay as small as they are
+    (`scaled_weights.py`).
 
     Attention of spans: torch's library (`whole_prompts.py`) for those that begin a sequence and have at least
     `whole_prompt_tokens`, our own kernel for the rest, and for windows and sinks. Recorded steps use our own kernel.
@@ -76,10 +77,10 @@ class TritonOps:
         self._arrived: torch.Tensor | None = None
 
     def keeps(self, form: Form, run: int, inputs: int) -> bool:
-        return self._has_e4m3 and keeps_e4m3(form, run, inputs)
+        return (self._has_e4m3 or form != "e4m3") and keeps_on_cards(form, run, inputs)
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
-        if self._has_e4m3 and isinstance(weight, KeptBlocks) and is_kept(weight):
+        if isinstance(weight, KeptBlocks) and is_kept(weight, self._has_e4m3):
             return scaled_weight(weight, bias)
         return PlainWeight(dequantised(weight).contiguous(), bias)
 
@@ -157,7 +158,7 @@ class TritonOps:
         return experts
 
     def _stack(self, weights_EOI: Weights) -> torch.Tensor | ScaledStack:
-        kept = scaled_stack(weights_EOI) if self._has_e4m3 else None
+        kept = scaled_stack(weights_EOI, self._has_e4m3)
         return stack_of(weights_EOI).contiguous() if kept is None else kept
 
     def route(self, x_TD: torch.Tensor, router: Router) -> Routes:

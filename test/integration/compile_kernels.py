@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 from chitu.ops.kernels import (
     attention,
     blocks,
+    codes,
     gather,
     mla,
     moe,
@@ -49,6 +50,17 @@ HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 307
 EXPERTS = 128
 MORE = tuple({"WINDOW": window, "HAS_SINKS": has_sinks} for window, has_sinks in ((0, False), (0, True), (128, True)))
 """What layers add to causal attention."""
+E2M1, INT4 = "*u8", "*i8"
+PLAIN = (None, 0, 0, WIDE, "")
+KEPT = (
+    (FP8, 1, WIDTH, WIDE, ""),
+    (FP8, WIDTH // 128, 128, WIDE, ""),
+    (E2M1, WIDTH // 16, 16, "*fp16", "over"),
+    (INT4, WIDTH // 128, 128, WIDE, "added"),
+    (E2M1, WIDTH // 32, 32, WIDE, ""),
+)
+"""Of weights that stay small: type of the codes, runs of a row, inputs of a run, type of the scales, and what there is
+beside them."""
 VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
 """Types of queries and pages."""
 
@@ -158,26 +170,27 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
     products = ((WIDTH, False, False), (4 * WIDTH, True, False), (INNER, True, True), (VOCABULARY, True, False))
-    weights = {WIDE: ((0, 0),), HALF: ((0, 0), (1, WIDTH), (WIDTH // 128, 128))}
+    weights = {WIDE: (PLAIN, *KEPT[2:]), HALF: (PLAIN, *KEPT)}
     for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
         num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
         which = {"has_norm": has_norm, "is_gated": is_gated, "is_hopper": arch == 90}
         tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, **which)
         fused = {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
-        for runs, run in weights[kind]:
+        for kept in weights[kind]:
             tiles = tiles_of
-            if runs:
-                scales = Scales(torch.empty(1, runs), run)
-                tiles = small_linear.scaled_tiles(tiles_of, scales, small_linear.HOPPER_BYTES, is_gated)
+            if kept is not PLAIN:
+                which = small_linear.HOPPER_BYTES, is_gated, kept[0] in (E2M1, INT4)
+                tiles = small_linear.scaled_tiles(tiles_of, Scales(torch.empty(1, kept[1]), kept[2]), *which)
             sizes = {"WIDTH": WIDTH, "ROWS": tiles.rows, "OUT": tiles.out, "IN": tiles.width}
-            constants = sizes | fused | {"RUNS": runs, "RUN": run or WIDTH}
-            own = here | {"scales_ptr": WIDE} | ({"weight_ptr": FP8} if runs else {})
+            types, constants = of_weight(kept, kind, tiles.width)
+            own, constants = here | types, sizes | fused | constants
             options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
             found.append(variant(small_linear._small_linear, own, constants, **options))
-    scaled = {"codes_ptr": FP8, "factors_ptr": WIDE, "out_ptr": HALF}
-    sizes = {"WIDTH": WIDTH, "RUN": 128, "BLOCK": widen.NUMBERS_AT_ONCE}
-    found.append(variant(widen._widen, scaled, sizes, num_warps=4))
+    for kept in KEPT:
+        types, constants = of_weight(kept, HALF, widen.NUMBERS_AT_ONCE)
+        constants |= {"WIDTH": WIDTH, "BLOCK": widen.NUMBERS_AT_ONCE, "IS_SCALED": not constants.pop("ON_SUMS")}
+        found.append(variant(widen._widen, {"out_ptr": HALF} | types, constants, num_warps=4))
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
@@ -205,18 +218,19 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
         found.append(variant(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
         for is_gated in (False, True):
-            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "IN": 128 if tile_rows == 16 else 64}
+            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows}
+            sizes["OUT"] = moe.columns_for(INNER, tile_rows, EXPERTS, 132, is_gated=is_gated)
             for kind in kinds if tile_rows == 16 else (HALF,):
-                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind, "scales_ptr": WIDE}
-                for runs, run in weights[kind] if tile_rows < moe.LARGE_TILE else ((0, 0),):
-                    own = here | ({"weight_ptr": FP8} if runs else {})
-                    constants = sizes | {"IS_GATED": is_gated, "RUNS": runs, "RUN": run or WIDTH}
+                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
+                for kept in weights[kind] if tile_rows < moe.LARGE_TILE else (PLAIN,):
+                    scales = Scales(torch.empty(1, kept[1]), kept[2]) if kept is not PLAIN else None
+                    width = moe.product_width(tile_rows, scales, kept[0] in (E2M1, INT4), kind == WIDE)
+                    types, constants = of_weight(kept, kind, width)
+                    own, constants = here | types, constants | sizes | {"IN": width, "IS_GATED": is_gated}
                     constants |= {"HAS_BIAS": False, "IS_CLAMPED": False}
-                    constants["OUT"] = moe.columns_for(INNER, tile_rows, EXPERTS, 132, is_gated=is_gated)
-                    scales = Scales(torch.empty(1, runs), run) if runs else None
                     warps = moe.product_warps(tile_rows, is_gated, scales)
                     found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
-                    if kind == HALF and not runs:
+                    if kind == HALF:
                         constants = constants | {"HAS_BIAS": True, "IS_CLAMPED": is_gated}
                         found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
     routed = {"x_ptr": HALF, "weight_ptr": WIDE, "logit_bias_ptr": WIDE, "choice_bias_ptr": WIDE, "logits_ptr": WIDE}
@@ -251,6 +265,17 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         found.append(variant(sampling._gather, tensors, sizes, **options))
         found.append(variant(sampling._finish, tensors, sizes, **options))
     return found
+
+
+def of_weight(kept: tuple[Any, ...], kind: str, width: int) -> tuple[dict[str, str], dict[str, object]]:
+    """Return the types and constants of a weight that is read in blocks of `width` inputs, by rows of type `kind`."""
+    stored, runs, run, scale, beside = kept
+    packed = stored in (E2M1, INT4)
+    unit = codes.unit_of(Scales(torch.empty(1, runs), run), width) if packed else width
+    types = {"weight_ptr": stored or kind, "scales_ptr": scale, "added_ptr": scale, "over_ptr": WIDE}
+    constants = {"RUNS": runs, "RUN": run or WIDTH, "UNIT": unit, "HAS_ADDED": beside == "added"}
+    constants["HAS_OVER"] = beside == "over"
+    return types, constants | {"ON_SUMS": 0 if packed else runs}
 
 
 def main() -> None:

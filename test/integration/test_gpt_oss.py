@@ -175,10 +175,30 @@ def test_experts_stay_in_mxfp4_with_the_bits_of_dequantised_ones(checkpoint: Che
     routes = Routes(torch.randint(8, (9, 2)), torch.rand(9, 2))
     for mine, theirs in zip(experts_of(small), experts_of(wide), strict=True):
         weights = (*mine.gate_up, *mine.down)
-        assert {each.codes.form for each in weights if each.codes is not None} == {"table4"} and mine.num_experts == 8
+        assert {each.codes.form for each in weights if each.codes is not None} == {"e2m1"} and mine.num_experts == 8
         numbers = sum(each.out_features * each.in_features for each in mine.down)
         assert sum(each.num_bytes for each in mine.down) == numbers // 2 + numbers // 32 * 4
         assert torch.equal(small.ops.mixture(x, routes, mine), wide.ops.mixture(x, routes, theirs))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gpus_keep_them_in_mxfp4_too(checkpoint: Checkpoint, size: int) -> None:
+    pytest.importorskip("triton", reason="triton is in the dev extra")
+    from chitu.ops.triton_ops import CardExperts, TritonOps
+
+    shard = ThreadRank(Meeting(size), size - 1) if size > 1 else None
+    small, wide = (
+        load_model(checkpoint.folder, "float32", shard=shard, weights=form, ops=ops)  # type: ignore[arg-type]
+        for form, ops in (("keep", TritonOps(132)), ("dequantise", TorchOps()))
+    )
+    assert isinstance(small, DecoderModel) and isinstance(wide, DecoderModel)
+    x, routes = torch.randn(9, 64), Routes(torch.randint(8, (9, 2)), torch.rand(9, 2))
+    for layer, other in zip(small.layers, wide.layers, strict=True):
+        assert isinstance(layer.mlp, MixtureMLP) and isinstance(other.mlp, MixtureMLP)
+        mine = layer.mlp.experts
+        assert isinstance(mine, CardExperts) and not isinstance(mine.down_EDI, torch.Tensor)
+        expected = wide.ops.mixture(x, routes, other.mlp.experts)
+        torch.testing.assert_close(small.ops.mixture(x, routes, mine), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_get_whole_blocks_of_an_expert_if_each_gets_one() -> None:

@@ -222,8 +222,9 @@ def test_a_step_of_any_number_of_rows_compiles_nothing_that_the_warm_up_has_not(
     assert found["started"]["_small_linear"] == products * classes_of_rows
 
 
-def test_nor_do_weights_that_stay_in_8_bits(tmp_path):
-    found = variants_of(tmp_path, "fp8")
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_nor_do_weights_that_stay_small(form, tmp_path):
+    found = variants_of(tmp_path, form)
     assert not found["added"] and found["started"]["_widen"] and found["started"]["_small_linear"] == 5 * 4
 
 
@@ -275,13 +276,14 @@ def test_kernels_of_windows_sinks_and_mixtures_compile_for_sm_100(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["_small_linear", "_grouped_product", "_widen"])
-def test_kernels_of_weights_in_8_bits_compile_for_sm_100(kernel):
+def test_kernels_of_weights_that_stay_small_compile_for_sm_100(kernel):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     argv = [sys.executable, Path(__file__).parent / "compile_kernels.py", "--arch", "100", "--only", kernel]
     found = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    kept = [each for each in json.loads(found.stdout) if "*fp8e4nv" in each["types"].values()]
-    assert kept and not [each for each in kept if each["stack_bytes"] or each["shared_bytes"] > 227 << 10], kept
+    kept = [each for each in json.loads(found.stdout) if each["types"]["weight_ptr"] in ("*fp8e4nv", "*u8", "*i8")]
+    assert {each["types"]["weight_ptr"] for each in kept} == {"*fp8e4nv", "*u8", "*i8"}
+    assert not [each for each in kept if each["stack_bytes"] or each["shared_bytes"] > 227 << 10], kept
 
 
 @pytest.mark.parametrize("shared_bytes", [SMALLEST_BYTES, HOPPER_BYTES])

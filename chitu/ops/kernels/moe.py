@@ -5,7 +5,7 @@ Nothing waits for the device and no size depends on the routing, so a step with 
 tiles as the worst routing needs, and unneeded tiles end at once. A row's result depends only on the row and the size
 class of the batch. Called by `triton_ops.py` on the step thread.
 
-Experts of e4m3 have scales, which are used as in `small_linear.py`.
+Experts of e4m3 have scales, which are used as in `small_linear.py`; those of 4 bits are scaled as they are read.
 
 Shapes as in `routing.py`: R = T A pairs; pair r belongs to row r / A. G = 2 I, gate rows first.
 """
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from chitu.ops.interface import ExpertBiases
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.kernels.codes import is_packed, launched, load_block
 from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import Scales
 
@@ -96,6 +97,8 @@ def _grouped_product(
     x_ptr,
     weight_ptr,
     scales_ptr,
+    added_ptr,
+    over_ptr,
     order_ptr,
     tiles_ptr,
     out_ptr,
@@ -113,6 +116,10 @@ def _grouped_product(
     RUN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
+    ON_SUMS: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
     Gated: input is the pair's row, output o is `silu(gate_o) up_o`, or what `ClampedGate` says. Else the input is the
@@ -133,21 +140,55 @@ def _grouped_product(
         rows_of_expert = num_out
         if IS_GATED:
             rows_of_expert = 2 * num_out
-        weight_of = weight_ptr + (expert * rows_of_expert + o) * WIDTH
-        scales_of = scales_ptr + (expert * rows_of_expert + o) * RUNS
+        weight_row = expert * rows_of_expert + o
+        scales_of = scales_ptr + weight_row * RUNS
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
         acc = tl.zeros([ROWS, OUT], tl.float32)
         up_acc = tl.zeros([ROWS, OUT], tl.float32)
         for start in range(0, WIDTH, IN):
             c = start + tl.arange(0, IN)
             is_in = c < WIDTH
             x = tl.load(x_ptr + x_of[:, None] + c[None, :], mask=(m < count)[:, None] & is_in[None, :], other=0.0)
-            in_weight = is_out[:, None] & is_in[None, :]
-            w = tl.load(weight_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-            acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, RUNS)
+            w = load_block(
+                weight_ptr,
+                scales_ptr,
+                added_ptr,
+                over_ptr,
+                weight_row,
+                is_out,
+                start,
+                dtype,
+                WIDTH,
+                OUT,
+                IN,
+                RUNS,
+                RUN,
+                UNIT,
+                HAS_ADDED,
+                HAS_OVER,
+            )
+            acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, ON_SUMS)
             if IS_GATED:
-                w = tl.load(weight_of[:, None] + num_out * WIDTH + c[None, :], mask=in_weight, other=0.0)
-                up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, RUNS)
-        if RUNS == 1:
+                w = load_block(
+                    weight_ptr,
+                    scales_ptr,
+                    added_ptr,
+                    over_ptr,
+                    weight_row + num_out,
+                    is_out,
+                    start,
+                    dtype,
+                    WIDTH,
+                    OUT,
+                    IN,
+                    RUNS,
+                    RUN,
+                    UNIT,
+                    HAS_ADDED,
+                    HAS_OVER,
+                )
+                up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, ON_SUMS)
+        if ON_SUMS == 1:
             acc *= tl.load(scales_of, mask=is_out, other=0.0)[None, :]
             if IS_GATED:
                 up_acc *= tl.load(scales_of + num_out, mask=is_out, other=0.0)[None, :]
@@ -208,10 +249,19 @@ def columns_for(
 
 
 def product_warps(tile_rows: int, is_gated: bool, scales: Scales | None) -> int:
-    """Return the warps of a program. With a scale for each block it holds two products more in registers."""
+    """Return the warps of a program. With scales of blocks it holds two products more in registers, or numbers."""
     if tile_rows == LARGE_TILE:
         return 8
     return 8 if tile_rows == 64 and is_gated and scales is not None and scales.runs > 1 else 4
+
+
+def product_width(tile_rows: int, scales: Scales | None, packed: bool, is_float32: bool) -> int:
+    """Return the inputs of a block: of scales of sums no more than a run; few where numbers of 4 bits become float32
+    operands, which would spill registers."""
+    width = 128 if tile_rows == 16 else 64
+    if packed:
+        return 32 if is_float32 else width
+    return min(width, scales.run & -scales.run) if scales is not None and scales.runs > 1 else width
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -256,9 +306,10 @@ def mixture(
     num_multiprocessors: int = 1,
 ) -> torch.Tensor:
     """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts. The scales are of
-    weights of e4m3; `gate` takes the place of silu and product. `num_multiprocessors`: of the device, which
+    weights that stay small; `gate` takes the place of silu and product. `num_multiprocessors`: of the device, which
     small steps shall fill."""
-    num_experts, hidden, inner = down_EDI.shape
+    num_experts, hidden = down_EDI.shape[:2]
+    inner = gate_up_EGD.shape[1] // 2
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
     narrow, is_scaled = is_narrow(x_TD.dtype, x_TD.device), gate_up_scales is not None or down_scales is not None
     tile_rows = tile_rows_for(num_pairs, num_experts, narrow, is_scaled)
@@ -292,33 +343,31 @@ def _product(
     is_gated: bool,
     gate: ClampedGate | None = None,
 ) -> None:
-    num_out, width = out_RO.shape[1], 128 if tile_rows == 16 else 64
-    if scales is not None and scales.runs > 1:
-        width = min(width, scales.run & -scales.run)
+    num_out, packed = out_RO.shape[1], is_packed(weight_EOI)
+    width = product_width(tile_rows, scales, packed, x.dtype == torch.float32)
     columns = columns_for(num_out, tile_rows, most_experts, num_multiprocessors, is_gated=is_gated)
     # Columns first: the programs that share a tile's rows run together, and so do those that share an expert.
+    of_weight: dict[str, Any] = launched(weight_EOI, scales, x.shape[1], width)
     kernel: Any = _grouped_product[(triton.cdiv(num_out, columns), tiles_Y3.shape[0])]
     kernel(
-        x,
-        weight_EOI,
-        scales.factors if scales is not None else x,
-        order_R,
-        tiles_Y3,
-        out_RO,
-        bias_EO if bias_EO is not None else x,
-        per_row,
-        num_out,
-        gate.alpha if gate is not None else 0.0,
-        gate.limit if gate is not None else 0.0,
+        x_ptr=x,
+        order_ptr=order_R,
+        tiles_ptr=tiles_Y3,
+        out_ptr=out_RO,
+        bias_ptr=bias_EO if bias_EO is not None else x,
+        per_row=per_row,
+        num_out=num_out,
+        alpha=gate.alpha if gate is not None else 0.0,
+        limit=gate.limit if gate is not None else 0.0,
+        **of_weight,
         WIDTH=x.shape[1],
         ROWS=tile_rows,
         OUT=columns,
         IN=width,
         IS_GATED=is_gated,
-        RUNS=scales.runs if scales is not None else 0,
-        RUN=scales.run if scales is not None else x.shape[1],
         HAS_BIAS=bias_EO is not None,
         IS_CLAMPED=gate is not None,
+        ON_SUMS=0 if packed else of_weight["RUNS"],
         num_warps=product_warps(tile_rows, is_gated, scales),
         num_stages=3,
     )
