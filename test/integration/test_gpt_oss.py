@@ -13,13 +13,14 @@ import pytest
 import thread_ranks
 import torch
 from checkpoint_table import Checkpoint, error_of, make_checkpoint, prompts, undivided
-from engine_checkpoints import logits_of, write_checkpoint
+from engine_checkpoints import Engine, expected_tokens, generate, logits_of, make_prompt, write_checkpoint
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 from support.checkpoints import PUBLISHED, ROWS
 from support.reference_ops import ReferenceOps
 from thread_ranks import Meeting, ThreadRank
 
 from chitu.engine.build import load_model
+from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.models import joined_experts
 from chitu.models.config import read_model_spec
 from chitu.models.joined_experts import inner_part
@@ -154,6 +155,18 @@ def test_every_implementation_has_the_same_logits(family: str, tmp_path: Path) -
     expected = logits_of(tmp_path)
     found = logits_of(tmp_path, ops=TorchOps() if family == "torch" else TritonOps(132))
     assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+def test_recorded_steps_have_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Prompts and decodes by our kernels, in buckets; one prompt and its tokens exceed the window."""
+    pytest.importorskip("triton", reason="triton is in the dev extra")
+    from chitu.ops.triton_ops import TritonOps
+
+    reference = write_checkpoint(tmp_path, "gpt_oss", num_layers=2)
+    asked = [make_prompt(length) for length in (3, 30)]
+    recording = Recording(EagerRecorder(), decode_sizes=(1, 2), prefill_sizes=(64,))
+    engine = Engine(tmp_path, ops=TritonOps(132), recording=recording, max_model_len=64, num_pages=16, num_slots=2)
+    assert generate(engine, asked, 4) == [expected_tokens(reference, prompt, 4) for prompt in asked]
 
 
 def experts_of(model: DecoderModel) -> list[PackedExperts]:
