@@ -33,9 +33,9 @@ from chitu.models.draft_layer import with_draft_layer  # noqa: E402
 
 FACTS = ROOT / "script" / "recipes" / "srt_slurm.csv"
 PAGE = ROOT / "docs" / "recipes.md"
-KEPT_BYTES = {"fp8": 1 + 4 / 128}
-"""Of a number that GPUs keep as small as it is stored, with its scales, by `bits` of recipes. Weights of 4 bits, and
-all of models on transformers' modules, are turned into 16 (docs/gpu.md)."""
+KEPT_BYTES = {"fp8": 1 + 4 / 128, "fp4": 1 / 2 + 2 / 16, "mxfp4": 1 / 2 + 4 / 32}
+"""Of a number that GPUs keep as small as it is stored, with its scales, by `bits` of recipes. Weights of models on
+transformers' modules are turned into 16 (docs/gpu.md)."""
 CARD_GB = {"h100": 80, "h200": 141, "b200": 180, "b300": 270, "gb200": 186, "gb300": 279}
 BITS = {"bf16": 16, "fp8": 8, "fp4": 4, "mxfp4": 4}
 
@@ -68,7 +68,7 @@ MODELS = {
     "Qwen3-32B": Model(32.8, 0, "Qwen3-32B"),
 }
 NEEDS = {
-    "weights": "weights of 4 bits, or 8 of models on transformers' modules, kept on GPUs, to fit",
+    "weights": "more weights kept small on GPUs (on transformers' modules, of latent attention), to fit",
     "model": "the model, refused today",
     "tp": "tensor parallelism of this model",
     "dp": "data-parallel attention",

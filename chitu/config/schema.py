@@ -55,7 +55,7 @@ class ModelConfig(Section, frozen=True):
     more architectures. `auto`: our own if it has all that the checkpoint asks for."""
     weights: WeightForm = "keep"
     """Quantised weights. `keep`: as small as they are stored, where kernels compute with such: most forms on CPUs with
-    a C compiler, FP8 on GPUs from compute capability 8.9 on. `dequantise`: numbers of `dtype`."""
+    a C compiler; on GPUs those of 4 bits, and FP8 from compute capability 8.9 on. `dequantise`: numbers of `dtype`."""
     prefill_attention: Literal["auto", "paged"] = "auto"
     """Attention on CUDA for prompts longer than the recorded steps. `auto`: torch's library for whole prompts, our own
     paged kernel for the rest; `paged`: our own for all."""

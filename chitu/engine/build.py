@@ -89,7 +89,7 @@ def warmup_prompts(
     scheduler = topology.scheduler
     longest = min(scheduler.chunk_size, scheduler.max_batched_tokens, spec.max_model_len)
     lengths = [longest_recorded + 1]
-    if topology.model.prefill_attention == "auto" and spec.latent is None:
+    if topology.model.prefill_attention == "auto" and spec.latent is None and not traits_of(spec).sinks:
         lengths = [min(length, longest) for length in padded_lengths(WHOLE_PROMPT_TOKENS, longest)]
     # A prompt short enough for a recording reaches the library together with others, in a step too long to be recorded.
     steps = [(n,) if n > longest_recorded else (n, longest_recorded + 1 - n) for n in lengths]

@@ -25,7 +25,7 @@ from chitu.models.checkpoint import WeightCount
 from chitu.models.config import ModelSpec
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import memory_left_bytes
-from chitu.ops.e4m3 import E4M3_CAPABILITY, WIDE_NUMBERS
+from chitu.ops.kept_on_cards import E4M3_CAPABILITY, WIDE_NUMBERS
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -226,7 +226,7 @@ def weight_problems(
     """Yield error texts on weights that one host certainly cannot hold: one for its CPUs, one for each such GPU.
 
     `weights`: of the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `cards`: bytes of each GPU of
-    the host by its index, if known; all are taken for such that keep weights in 8 bits. Skips instances whose devices
+    the host by its index, if known; all are taken for such that keep FP8, too. Skips instances whose devices
     are not chosen yet.
     """
     on_cpus = [item for item in here if "cpu" in item.config.devices]
@@ -246,7 +246,7 @@ def weight_problems(
             + (f", or model.dtype=bfloat16 ({half / GIB:.1f} GiB together)" if fits_in_half else "")
         )
     dtype = dtype_on("cuda", topology.model.dtype, spec.dtype)
-    form = f"{dtype}, FP8 as small as stored" if weights.card_bytes else dtype
+    form = f"{dtype}, or as small as stored" if weights.card_bytes else dtype
     for index, total_bytes in cards.items():
         on_it = [item for item in here if any(is_gpu(d) and gpu_index(d) == index for d in item.config.devices)]
         shares = [held_share(spec, weights.numbers, item.config) / item.config.tp_size for item in on_it]
@@ -380,7 +380,7 @@ def reserve_bytes(
 ) -> int:
     """Return the most bytes that steps need besides weights and pages: activations of `max_rows` rows, float32 logits
     of all slots in a recorded step and in a sampler that sorts them, the state of each slot, and what is widened of a
-    weight in 8 bits. `num_sharing`: members of a group whose rows pass the experts of each rank."""
+    weight in 8 or 4 bits. `num_sharing`: members of a group whose rows pass the experts of each rank."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
     width += EXCHANGED_COPIES * (num_sharing - 1) * spec.hidden_size

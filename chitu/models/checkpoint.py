@@ -102,6 +102,8 @@ def _attention(spec: ModelSpec, traits: Traits, prefix: str) -> Shapes:
     if traits.qk_norm:
         yield f"{prefix}.q_norm.weight", (spec.head_dim,)
         yield f"{prefix}.k_norm.weight", (spec.head_dim,)
+    if traits.sinks:
+        yield f"{prefix}.sinks", (spec.num_heads,)
 
 
 def _latent(spec: ModelSpec, latent: LatentSpec, layer: int, prefix: str) -> Shapes:
@@ -130,6 +132,13 @@ def _index(index: IndexSpec, q_rank: int, hidden: int, prefix: str) -> Shapes:
 
 
 def _mixture(experts: ExpertSpec, hidden: int, prefix: str) -> Shapes:
+    if experts.is_joined:
+        count, inner = experts.num_experts, experts.intermediate_size
+        yield from _linear(f"{prefix}.router", count, hidden, has_bias=True)
+        for name, inputs, outputs in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+            yield f"{prefix}.experts.{name}", (count, inputs, outputs)
+            yield f"{prefix}.experts.{name}_bias", (count, outputs)
+        return
     yield f"{prefix}.gate.weight", (experts.num_experts, hidden)
     if experts.has_choice_bias:
         yield f"{prefix}.gate.e_score_correction_bias", (experts.num_experts,)
@@ -246,7 +255,7 @@ class WeightCount(NamedTuple):
     cpu_bytes: int = 0
     """Of all tensors in a CPU's memory under float32, where kernels keep small what is stored small; 0: not known."""
     card_numbers: int = 0
-    """Those that GPUs keep in 8 bits."""
+    """Those that GPUs keep in 8 or 4 bits."""
     card_bytes: int = 0
     """Of these in a GPU's memory, with their scales."""
 
@@ -304,7 +313,7 @@ def _count(logical: LogicalTensors, keeps: bool) -> WeightCount:
         on_cards = logical.on_cards
         numbers = sum(math.prod(logical.shapes[name]) for name in on_cards)
         return WeightCount(
-            logical.count(), logical.cpu_bytes, numbers, sum(each.num_bytes for each in on_cards.values())
+            logical.count(), logical.cpu_bytes, numbers, sum(each.card_bytes for each in on_cards.values())
         )
     shapes = logical.shapes
     more = sum(math.prod(shapes[name]) * WIDE_BYTES - each.num_bytes for name, each in logical.kept.items())

@@ -1,9 +1,9 @@
 """Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage, and the parts that only some families
 have: a mixture of experts, latent attention. Called once by the builder of the engine.
 
-The families differ in three points (`Traits`): biases on q, k and v; a bias on the output projection; norms on the
-heads of q and k. They share everything else, tensor names included. Tables of rotary positions are built once per
-model.
+The families differ in four points (`Traits`): biases on q, k and v; a bias on the output projection; norms on the
+heads of q and k; sinks of the heads. They share everything else, tensor names included, but that experts may be joined
+(`joined_experts.py`). Tables of rotary positions are built once per model.
 
 A tensor-parallel rank takes its part of each matrix, of every expert's inner dimension as of a dense MLP's, and the
 whole router of experts. Of experts that are spread it takes its own, whole. With latent attention it has its heads;
@@ -25,6 +25,7 @@ from chitu.models.config import ModelSpec
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
 from chitu.models.draft_layer import KEY
 from chitu.models.families import Traits
+from chitu.models.joined_experts import build_joined
 from chitu.models.layers import (
     INNER_NORM_EPS,
     AttentionLayer,
@@ -113,6 +114,8 @@ def build_mixture(
     """Build the mixture. `prefix`: of the layer's MLP. ConfigError if an expert cannot be split over `size` ranks.
     `spread`: with this rank's own experts, whole, in place of a part of each."""
     hidden = spec.hidden_size
+    if experts.is_joined:
+        return build_joined(hidden, experts, weights, ops, prefix, rank, size, spread)
     bias_E = None
     if experts.has_choice_bias:
         bias_E = weights.take(f"{prefix}.gate.e_score_correction_bias", experts.num_experts, dtype=torch.float32)
@@ -380,7 +383,7 @@ def _layer(
     return DecoderLayer(
         input_norm_D=weights.take(f"{prefix}.input_layernorm.weight", hidden),
         attention=(
-            _attention(spec, traits, weights, ops, part, attention)
+            _attention(spec, traits, weights, ops, part, attention, spec.window_of(index))
             if spec.latent is None
             else build_latent(spec, spec.latent, weights, ops, index, attention, part.rank, part.size)
         ),
@@ -394,7 +397,13 @@ def _layer(
 
 
 def _attention(
-    spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, prefix: str
+    spec: ModelSpec,
+    traits: Traits,
+    weights: WeightSource,
+    ops: Ops,
+    part: Part,
+    prefix: str,
+    window: int | None,
 ) -> AttentionLayer:
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     cuts = [Rows("q_proj", q_rows, part.query), Rows("k_proj", kv_rows, part.key), Rows("v_proj", kv_rows, part.key)]
@@ -405,12 +414,19 @@ def _attention(
         spec.rms_norm_eps,
         weights.take(f"{prefix}.q_norm.weight", spec.head_dim) if traits.qk_norm else None,
         weights.take(f"{prefix}.k_norm.weight", spec.head_dim) if traits.qk_norm else None,
+        window,
+        _sinks(spec, weights, part, prefix) if traits.sinks else None,
     )
     return AttentionLayer(
         heads=heads,
         qkv=ops.prepare(*_by_output(weights, prefix, cuts, spec.hidden_size, traits.qkv_bias)),
         output=_by_input(spec, weights, ops, part, f"{prefix}.o_proj", q_rows, part.query, traits.output_bias),
     )
+
+
+def _sinks(spec: ModelSpec, weights: WeightSource, part: Part, prefix: str) -> torch.Tensor:
+    own = range(part.query.start // spec.head_dim, part.query.stop // spec.head_dim)
+    return weights.take(f"{prefix}.sinks", spec.num_heads, rows=own, dtype=torch.float32)
 
 
 def _mlp(spec: ModelSpec, weights: WeightSource, ops: Ops, part: Part, prefix: str) -> GatedMLP:

@@ -37,6 +37,8 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
 IGNORED = "%s: these keys are ignored, since transformers %s never reads them for this model: %s"
 MAX_HEADER_BYTES = 100 << 20
+WINDOWED = ("GptOssForCausalLM",)
+"""Architectures whose windows our own code computes."""
 SAMPLES = 64
 """Samples of the weights in a model's hash: 4 KiB each, at least one of each file."""
 SAMPLE_BYTES = 4096
@@ -77,6 +79,8 @@ class ModelSpec:
     """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
     """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3)."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer, if our own code computes some with a window: last positions that a token sees, None for all."""
     has_draft_layer: bool = False
     """Whether the first of them is computed, for drafts: the last of `groups` is then its own (`draft_layer.py`)."""
     quantization: Quantization | None = None
@@ -87,6 +91,10 @@ class ModelSpec:
     """Whether the model has parts for images or sound, which are not computed."""
     tensor_prefix: str = ""
     """Begin of the names of its tensors in the files, if it is the text part and our own code computes it."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the last positions that a token sees in a layer of our own code; None for all."""
+        return self.windows[layer] if layer < len(self.windows) else None
 
     @property
     def family(self) -> str:
@@ -257,9 +265,14 @@ def _read_own(
     ignored: list[str] = []
     find_idle = partial(_idle_keys, ARCHITECTURES[architecture].model_types[0], ignored)
     values = ARCHITECTURES[architecture].keys.read(config, where, find_idle)
-    rope = read_rope(values, values["max_position_embeddings"], where, find_idle)
+    theta = ARCHITECTURES[architecture].rope_theta
+    rope = read_rope(values, values["max_position_embeddings"], where, find_idle, theta)
     served = _served_tokens(rope.reach_tokens(values["max_position_embeddings"]), max_model_len, where)
-    _refuse_windows(values, served, where)
+    windows: tuple[int | None, ...] = ()
+    if architecture in WINDOWED:
+        windows = _windows(values, where)
+    else:
+        _refuse_windows(values, served, where)
     num_heads, num_layers = values["num_attention_heads"], values["num_hidden_layers"]
     num_kv_heads = values["num_key_value_heads"] or num_heads
     head_dim, latent = values["head_dim"] or values["hidden_size"] // num_heads, None
@@ -298,16 +311,42 @@ def _read_own(
         dtype=dtype,
         experts=read_expert_spec(values, architecture, where),
         latent=latent,
-        groups=_groups(num_layers, num_kv_heads, head_dim, latent),
+        groups=_groups(num_layers, num_kv_heads, head_dim, latent, windows),
+        windows=windows,
         num_extra_layers=values.get("num_nextn_predict_layers", 0),
         quantization=read_quantization(values["quantization_config"], folder, where),
     )
 
 
-def _groups(num_layers: int, num_kv_heads: int, head_dim: int, latent: LatentSpec | None) -> tuple[CacheGroup, ...]:
-    """Return the layers by what a token has in their cache: K and V, a latent, a latent and an index key."""
+def _windows(values: dict[str, Any], where: str) -> tuple[int | None, ...]:
+    """Return the window of each layer: of gpt-oss, every second one has one unless `layer_types` says otherwise."""
+    kinds, num_layers = values["layer_types"], values["num_hidden_layers"]
+    if kinds is None:
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if strange:
+        raise NotByOwnCode("layer_types", f"{where}: layer_types {strange[0]!r} is not supported")
+    if values["sliding_window"] is None and "sliding_attention" in kinds:
+        raise NotByOwnCode("sliding_window", f"{where}: sliding_window is null, and layer_types has layers with one")
+    return tuple(values["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _groups(
+    num_layers: int, num_kv_heads: int, head_dim: int, latent: LatentSpec | None, windows: tuple[int | None, ...]
+) -> tuple[CacheGroup, ...]:
+    """Return the layers by what a token has in their cache: K and V, of all tokens or those in a window, a latent, a
+    latent and an index key."""
     if latent is None:
-        return (CacheGroup(tuple(range(num_layers)), num_kv_heads, (head_dim, head_dim)),)
+        of_layers = windows or (None,) * num_layers
+        return tuple(
+            CacheGroup(
+                tuple(layer for layer in range(num_layers) if of_layers[layer] == window),
+                num_kv_heads,
+                (head_dim, head_dim),
+                window,
+            )
+            for window in dict.fromkeys(of_layers)
+        )
     index = latent.index
     indexed = tuple(layer for layer in range(num_layers) if index is not None and layer in index.layers)
     others = tuple(layer for layer in range(num_layers) if layer not in indexed)

@@ -254,6 +254,8 @@ class Architecture:
     model_types: tuple[str, ...]
     """Names by which transformers chooses its classes; those behind the first mean the same computation."""
     keys: Keys
+    rope_theta: float | None = None
+    """Default of one whose rope is not the usual one if the config does not say it."""
 
 
 def _architecture(
@@ -262,10 +264,11 @@ def _architecture(
     used: Mapping[str, Key],
     only: Mapping[str, tuple[Any, ...]],
     no_effect: frozenset[str] = frozenset(),
+    rope_theta: float | None = None,
     **aliases: str,
 ) -> Architecture:
     keys = Keys({**_USED, **used}, {**_ONLY, **only}, _WITHOUT_EFFECT | no_effect, {**_DTYPE, **aliases})
-    return Architecture(module, (model_type,) if isinstance(model_type, str) else model_type, keys)
+    return Architecture(module, (model_type,) if isinstance(model_type, str) else model_type, keys, rope_theta)
 
 
 class TextDecoder(NamedTuple):
@@ -369,6 +372,26 @@ ARCHITECTURES = {
             "shared_expert_intermediate_size": (0,),
         },
         num_local_experts="num_experts",
+    ),
+    "GptOssForCausalLM": _architecture(
+        "gpt_oss",
+        "gpt_oss",
+        {
+            "max_position_embeddings": Key("count", 131072),
+            "num_key_value_heads": Key("count", 8),
+            "head_dim": Key("count", 64),
+            "rms_norm_eps": Key("number", 1e-5),
+            "attention_bias": Key("flag", True),
+            "sliding_window": Key("count", 128, nullable=True),
+            "num_local_experts": Key("count", 128),
+            "num_experts_per_tok": Key("count", 4),
+            "swiglu_alpha": Key("number", 1.702),
+            "swiglu_limit": Key("number", 7.0),
+        },
+        {"mlp_bias": (False,)},
+        frozenset({"experts_per_token", "initial_context_length"}),  # other names of keys, which nothing reads
+        rope_theta=150_000.0,
+        num_experts="num_local_experts",
     ),
     "DeepseekV2ForCausalLM": _architecture(
         "deepseek",

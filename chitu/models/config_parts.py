@@ -17,7 +17,7 @@ from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import DICTIONARIES, TOP_LEVEL, FindIdle, Key, Keys, NotByOwnCode
-from chitu.ops.routing_rule import RoutingRule
+from chitu.ops.routing_rule import ClampedGate, RoutingRule
 
 _ANY = {"rope_type": Key("text", "default"), "rope_theta": Key("positive", 10_000.0)}
 _FACTOR = {"factor": Key("positive")}
@@ -69,11 +69,15 @@ class RopeSpec:
         return max(max_positions, int(self.factor * self.original_max_position_embeddings))
 
 
-def read_rope(values: Mapping[str, Any], max_positions: int, where: str, find_idle: FindIdle) -> RopeSpec:
-    """Return the spec. `values`: of the whole config; `find_idle` as in `Keys.read`. Raises ConfigError or
-    UnsupportedModel, with the key's name."""
+def read_rope(
+    values: Mapping[str, Any], max_positions: int, where: str, find_idle: FindIdle, theta: float | None = None
+) -> RopeSpec:
+    """Return the spec. `values`: of the whole config; `find_idle` as in `Keys.read`; `theta`: the default of an
+    architecture that must say which rope it has. Raises ConfigError or UnsupportedModel, with the key's name."""
     names = [name for name in DICTIONARIES if values[name]] or [DICTIONARIES[0]]
-    specs = [_read(values, name, max_positions, where, find_idle) for name in names]
+    if theta is not None and not values[names[0]]:
+        raise NotByOwnCode("rope_parameters", f"{where}: without {names[0]} this architecture is not supported")
+    specs = [_read(values, name, max_positions, where, find_idle, theta) for name in names]
     if specs[0] != specs[-1]:
         raise ConfigError(
             f"{where}: rope_parameters and rope_scaling contradict each other; keep one of them (rope_parameters, with "
@@ -82,12 +86,16 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str, find_id
     return specs[0]
 
 
-def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str, find_idle: FindIdle) -> RopeSpec:
+def _read(
+    values: Mapping[str, Any], name: str, max_positions: int, where: str, find_idle: FindIdle, theta: float | None
+) -> RopeSpec:
     given = dict(values[name] or {})
     for key in TOP_LEVEL:
         value = values[key]
         if value is not None and given.setdefault(key, value) != value:
             raise ConfigError(f"{where}: {key} is {value!r}, but {name}.{key} is {given[key]!r}; keep one of them")
+    if theta is not None:
+        given.setdefault("rope_theta", theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: {name}.rope_type is {kind!r}, not a text")
@@ -233,6 +241,10 @@ class ExpertSpec:
     """Whether each expert has a bias that counts for the choice but not for the weight (DeepSeek-V3)."""
     shared_intermediate_size: int = 0
     """Inner size of an MLP that every token passes besides its experts; 0 if there is none."""
+    gate: ClampedGate | None = None
+    """Gate of the experts; None: silu."""
+    is_joined: bool = False
+    """Whether a layer's experts are in one tensor and have biases, as its router has (`joined_experts.py`)."""
 
 
 def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -> ExpertSpec | None:
@@ -244,6 +256,7 @@ def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -
         "Glm4MoeLiteForCausalLM": _v3_by_layer,
         "DeepseekV32ForCausalLM": _v3_by_layer,
         "GlmMoeDsaForCausalLM": _v3_by_layer,
+        "GptOssForCausalLM": _gpt_oss,
     }.get(architecture)
     spec = reader(values, where) if reader is not None else None
     if spec is not None:
@@ -259,6 +272,17 @@ def _qwen3_moe(values: Mapping[str, Any], where: str) -> ExpertSpec:
         rule=RoutingRule(values["num_experts_per_tok"], is_normalised=values["norm_topk_prob"]),
         intermediate_size=values["moe_intermediate_size"],
         layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
+    )
+
+
+def _gpt_oss(values: Mapping[str, Any], where: str) -> ExpertSpec:
+    return ExpertSpec(
+        num_experts=values["num_local_experts"],
+        rule=RoutingRule(values["num_experts_per_tok"]),  # a softmax over the chosen logits is that over all, normed
+        intermediate_size=values["intermediate_size"],
+        layers=frozenset(range(values["num_hidden_layers"])),
+        gate=ClampedGate(float(values["swiglu_alpha"]), float(values["swiglu_limit"])),
+        is_joined=True,
     )
 
 

@@ -26,7 +26,7 @@ class Quantized(NamedTuple):
     data: torch.Tensor
     """As stored: numbers, bytes or words."""
     scales: torch.Tensor
-    """Of the blocks that the part touches, float32 `[block rows, block columns]`, with the factor over all scales."""
+    """Of the blocks that the part touches, float32 `[block rows, block columns]`, without the factor over all."""
     zeros: torch.Tensor | None
     """Like `scales`."""
     shape: tuple[int, int]
@@ -37,6 +37,13 @@ class Quantized(NamedTuple):
     """Numbers before the part in the first word of `data`."""
     order: torch.Tensor | None = None
     """Group of each input of the part, int64; None if the groups are runs."""
+    factor: torch.Tensor | None = None
+    """Over all scales; a divisor if the packed weight `divides`."""
+
+    @property
+    def whole_scales(self) -> torch.Tensor:
+        """Return the scales with the factor over all."""
+        return scales_of(self.scales, self.factor, self.packed.divides)
 
 
 def dequantise(part: Quantized) -> torch.Tensor:
@@ -44,7 +51,7 @@ def dequantise(part: Quantized) -> torch.Tensor:
     numbers = _numbers(part)
     if part.zeros is not None:
         numbers = numbers.sub_(_per_number(part.zeros, part))
-    numbers = numbers.mul_(_per_number(part.scales, part))
+    numbers = numbers.mul_(_per_number(part.whole_scales, part))
     return numbers.t() if part.packed.is_transposed else numbers
 
 
@@ -54,13 +61,13 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
     packed, inputs = part.packed, 0 if part.packed.is_transposed else 1
     run = packed.block[inputs]
     if part.order is not None:
-        groups = torch.arange(part.shape[inputs]) // run
+        groups = torch.arange(part.shape[inputs], device=part.order.device) // run
         if not torch.equal(part.order, groups + part.order[0]):
             return None
         own = inputs, int(part.order[0]), int(groups[-1]) + 1
         zeros = None if part.zeros is None else part.zeros.narrow(*own)
         part = part._replace(scales=part.scales.narrow(*own), zeros=zeros)
-    scales_OR = _by_output(part.scales, part)
+    scales_OR = _by_output(part.whole_scales, part)
     if packed.code == "number":
         codes = part.data.view(torch.uint8)
         if part.data.dtype == torch.int8:
@@ -70,11 +77,14 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
     if packed.code == "e2m1":
         pairs = part.data.contiguous().view(torch.uint8)
         codes = torch.stack((pairs & 0xF, pairs >> 4), dim=2).flatten(1).narrow(1, part.skipped, part.shape[1])
-        return KeptBlocks("table4", codes, scales_OR, run, table=(*E2M1, *(-x for x in E2M1)))
+        over_O = None
+        if packed.has_factor_apart and part.factor is not None:
+            scales_OR, over_O = _by_output(part.scales, part).half(), part.factor.expand(len(codes)).contiguous()
+        return KeptBlocks("e2m1", codes, scales_OR, run, table=(*E2M1, *(-x for x in E2M1)), over_O=over_O)
     numbers = integers(part.data, packed.bits, packed.lanes, packed.packed_dim)
     numbers = numbers.narrow(packed.packed_dim, part.skipped, part.shape[packed.packed_dim])
     numbers = numbers.t() if packed.is_transposed else numbers
-    middle = 128 if packed.bits > 4 else 0
+    middle = 128 if packed.bits > 4 else 8
     added_OR = None
     if part.zeros is not None:  # both products are exact, since scales have 16 bits
         added_OR = (middle - _by_output(part.zeros, part)).mul_(scales_OR)
@@ -82,9 +92,9 @@ def kept_of(part: Quantized, has_half_scales: bool) -> KeptBlocks | None:
         scales_OR = scales_OR.half()
     if packed.bits > 4:
         return KeptBlocks("int8", (numbers - middle).to(torch.int8).view(torch.uint8), scales_OR, run, added_OR)
-    middle = packed.middle if part.zeros is None else 0
+    middle = packed.middle if part.zeros is None else middle
     table = tuple(float(code - middle) for code in range(16))
-    return KeptBlocks("table4", numbers.to(torch.uint8), scales_OR, run, added_OR, table)
+    return KeptBlocks("int4", numbers.to(torch.uint8), scales_OR, run, added_OR, table)
 
 
 def _by_output(grid: torch.Tensor, part: Quantized) -> torch.Tensor:

@@ -19,6 +19,8 @@ class Traits:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    """Whether each head has a logit that takes weight from the positions and gives nothing."""
 
 
 def llama(spec: ModelSpec) -> Traits:
@@ -46,8 +48,14 @@ def deepseek(spec: ModelSpec) -> Traits:
     return Traits()
 
 
+def gpt_oss(spec: ModelSpec) -> Traits:
+    """Describe gpt-oss: sinks, windows in every second layer, and experts with biases and a gate of their own."""
+    return Traits(qkv_bias=spec.attention_bias, output_bias=spec.attention_bias, sinks=True)
+
+
 _FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
     "deepseek": deepseek,
+    "gpt_oss": gpt_oss,
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,

@@ -27,7 +27,9 @@ import torch.nn.functional as F
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import Internal
+from chitu.models.generic.window_attention import heads_in_rings
 from chitu.models.model import KVViews
+from chitu.models.window_state import KEYS, VALUES
 from chitu.ops.interface import (
     AdapterRows,
     Batch,
@@ -39,7 +41,7 @@ from chitu.ops.interface import (
     RotaryTable,
     Routes,
 )
-from chitu.ops.routing import Router, route
+from chitu.ops.routing import Router
 from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
 
 INNER_NORM_EPS = 1e-6
@@ -345,7 +347,12 @@ class DecoderModel:
         soon: Callable[[], None] = _no_callback
         if on_layer is not None and self.shard is None:
             soon = functools.partial(on_layer, index)
-        if isinstance(attention, AttentionLayer):
+        if isinstance(attention, AttentionLayer) and (index, KEYS) in cache.states:
+            qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
+            rings = cache.states[index, KEYS], cache.states[index, VALUES]
+            mixed_TC = heads_in_rings(qkv_TC, attention.heads, self.rotary, batch, *rings)
+            soon()
+        elif isinstance(attention, AttentionLayer):
             qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
             q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
             soon()
@@ -418,7 +425,7 @@ class DecoderModel:
             return self._linear_add(linears, gated_TI, mlp.down, x_TD)
         normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
         # Every TP rank has the whole router, so all of them route alike.
-        routes = route(normed_TD, mlp.router)
+        routes = ops.route(normed_TD, mlp.router)
         if mlp.spread is None:
             mixed_TD = ops.mixture(normed_TD, routes, mlp.experts)
         else:

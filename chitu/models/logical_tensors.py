@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_names import GgufTensor
 from chitu.models.quantization import AWQ_LANES, EIGHT_BITS, QUANTISED, WITHOUT_EFFECT, Code, Quantization
-from chitu.ops.e4m3 import keeps_e4m3
+from chitu.ops.kept_on_cards import keeps_on_cards
 
 if TYPE_CHECKING:
     from chitu.ops.kept import Form
@@ -78,6 +78,9 @@ class PackedTensor:
     factor: str = ""
     divides: bool = False
     """Whether scales are divided by `factor`, not multiplied."""
+    has_factor_apart: bool = False
+    """Whether `factor` stays beside scales where the weight is kept small on a GPU: those in e4m3 then take 2 bytes. A
+    quotient is not the product with an inverse, so none that divides."""
     order: str = ""
     """Tensor with the group of each input, if groups are not runs; inputs are rows if `is_transposed`."""
     pair: str = ""
@@ -111,9 +114,11 @@ class Kept(NamedTuple):
     run: int
     """Inputs with a common scale: a part of its columns must begin with a run."""
     num_bytes: int
-    """In memory."""
+    """In a CPU's memory."""
     form: Form
     """Of its codes."""
+    card_bytes: int
+    """In a GPU's memory, if that keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ class LogicalTensors:
     def on_cards(self) -> Mapping[str, Kept]:
         """Return those that GPUs keep."""
         shapes = {name: self.packed[name].shape for name in self.kept}
-        return {name: each for name, each in self.kept.items() if keeps_e4m3(each.form, each.run, shapes[name][1])}
+        return {name: each for name, each in self.kept.items() if keeps_on_cards(each.form, each.run, shapes[name][1])}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -186,13 +191,16 @@ def _wide_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
     """Return how kernels keep a weight; None if they do not."""
     dtype, count = entries[packed.data].dtype, math.prod(packed.shape)
+    if len(packed.shape) == 3 and not packed.is_list:
+        return _kept_stack(packed, entries)
     if len(packed.shape) != 2 or packed.is_list:
         return None
     if packed.code == "ggml":
         if dtype not in KEPT_BLOCKS or packed.is_transposed or packed.pair or packed.added:
             return None
         run, nbytes = KEPT_BLOCKS[dtype]
-        return Kept(run, count // run * nbytes, "int8" if dtype[:2] in WIDE_CODES else "table4")
+        form: Form = "int8" if dtype[:2] in WIDE_CODES else "table4"
+        return Kept(run, count // run * nbytes, form, count // run * nbytes)
     run, scale_dtype = packed.block[0 if packed.is_transposed else 1], entries[packed.scales].dtype
     if packed.code == "number" and (dtype not in ("F8_E4M3", "I8") or packed.zeros):
         return None
@@ -200,8 +208,31 @@ def _kept(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
         return None
     bits = 8 if packed.code == "number" or packed.bits > 4 else 4
     factor_bytes = 2 * WIDE_BYTES if packed.zeros else 2 if packed.has_half_scales(scale_dtype) else WIDE_BYTES
-    form: Form = "e4m3" if dtype == "F8_E4M3" else "int8" if bits == 8 else "table4"
-    return Kept(run, count * bits // 8 + packed.shape[0] * -(-packed.shape[1] // run) * factor_bytes, form)
+    form = "e4m3" if dtype == "F8_E4M3" else "int8" if bits == 8 else "e2m1" if packed.code == "e2m1" else "int4"
+    num_scales, codes_bytes = packed.shape[0] * -(-packed.shape[1] // run), count * bits // 8
+    num_bytes = card_bytes = codes_bytes + num_scales * factor_bytes
+    if packed.has_factor_apart:
+        card_bytes = codes_bytes + num_scales * 2 + packed.shape[0] * WIDE_BYTES
+    return Kept(run, num_bytes, form, card_bytes)
+
+
+def _kept_stack(packed: PackedTensor, entries: Mapping[str, Header]) -> Kept | None:
+    """Return how kernels keep joined experts, whose files have a row an output (`joined_experts.py`)."""
+    count, dtypes = math.prod(packed.shape), {entries[name].dtype for name in (packed.data, packed.pair) if name}
+    if not packed.is_transposed or packed.added or len(dtypes) > 1:
+        return None
+    if packed.code == "ggml":
+        (dtype,) = dtypes
+        if dtype not in KEPT_BLOCKS:
+            return None
+        run, nbytes = KEPT_BLOCKS[dtype]
+        form: Form = "int8" if dtype[:2] in WIDE_CODES else "table4"
+        return Kept(run, count // run * nbytes, form, count // run * nbytes)
+    if packed.code != "e2m1" or packed.factor:
+        return None
+    run = packed.block[1]
+    num_bytes = count // 2 + count // run * WIDE_BYTES
+    return Kept(run, num_bytes, "e2m1", num_bytes)
 
 
 def _of_gguf(entries: Mapping[str, Header], where: str) -> dict[str, PackedTensor]:
@@ -331,7 +362,9 @@ def _halves(name: str, scales_name: str, scales: Header, entries: Mapping[str, H
     divides = name.endswith("_packed")
     factor = f"{stem}.weight_global_scale" if divides else f"{name}_scale_2"
     _need(factor, name, entries, where)
-    return PackedTensor(shape, "e2m1", name, scales_name, block, bits=4, factor=factor, divides=divides)
+    apart = not divides and scales.dtype == "F8_E4M3"
+    packed = PackedTensor(shape, "e2m1", name, scales_name, block, bits=4, factor=factor, divides=divides)
+    return replace(packed, has_factor_apart=apart)
 
 
 def _blocks(name: str, entries: Mapping[str, Header], where: str) -> PackedTensor:

@@ -33,7 +33,7 @@ from chitu.models.gguf_names import PLAIN, GgufTensor
 from chitu.models.logical_tensors import PackedTensor, logical_tensors
 from chitu.models.quantization import Quantization
 from chitu.models.small_blocks import kept_of_ggml
-from chitu.ops.kept import Form, KeptBlocks, Matrix, below
+from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, below
 
 Keeps = Callable[[Form, int, int], bool]
 """`Ops.keeps`."""
@@ -266,6 +266,65 @@ class WeightSource:
             return self.take_rows(parts, inputs)
         return below([self.take_matrix(part.name, part.total, inputs, rows=part.rows) for part in parts])
 
+    def take_stack(
+        self,
+        name: str,
+        *shape: int,
+        matrices: range,
+        outputs: range | None = None,
+        inputs: range | None = None,
+        is_paired: bool = False,
+    ) -> Weights:
+        """Return these of the matrices of a tensor `[E, inputs, outputs]`, or a part of each, as `[outputs, inputs]`:
+        kept small as `take_matrix` does, else one tensor. `is_paired`: outputs of gate and up are in turn; the result
+        has those of gate first. At most one matrix is in memory twice."""
+        self._check(name, shape)
+        packed, outputs, inputs = self._packed.get(name), outputs or range(shape[2]), inputs or range(shape[1])
+        order = (slice(0, None, 2), slice(1, None, 2)) if is_paired else (slice(None),)
+        if packed is not None and self._run_kept(name, inputs):
+            kept = [self._kept_of_stack(packed, index, outputs, inputs, order) for index in matrices]
+            self._count(name)
+            return kept
+        stack_EOI = torch.empty((len(matrices), len(outputs), len(inputs)), dtype=self._dtype, device=self._device)
+        columns = inputs if len(inputs) < shape[1] else None
+        for place_OI, index in zip(stack_EOI, matrices, strict=True):
+            one = range(index, index + 1)
+            if packed is None:
+                part_IO = self._files.read(name, self._dtype, one, columns)[0]
+            else:
+                part_IO = self._dequantised(packed, self._dtype, one, columns, None)[0]
+            part_OI = part_IO[:, outputs.start : outputs.stop].t()
+            first = 0
+            for rows in order:
+                chosen = part_OI[rows]
+                place_OI[first : first + chosen.shape[0]].copy_(chosen)
+                first += chosen.shape[0]
+        self._count(name)
+        return stack_EOI
+
+    def _kept_of_stack(
+        self, packed: PackedTensor, index: int, outputs: range, inputs: range, order: Sequence[slice]
+    ) -> KeptBlocks:
+        """Read a part of one matrix of a stack, whose file has a row an output, as small as it is."""
+        if packed.code == "ggml":
+            rows, size = outputs, packed.matrix
+            if packed.pair:
+                rows, size = range(outputs.start // 2, outputs.stop // 2), (size[0] // 2, size[1])
+            found = [
+                kept_of_ggml(dtype, blocks).part(inputs.start % BLOCKS[dtype][0], len(inputs))
+                for blocks, dtype in (
+                    self.blocks_of(name, index, size, rows, inputs) for name in (packed.data, packed.pair) if name
+                )
+            ]
+            kept = below(found if packed.pair else [found[0].rows(rows) for rows in order])
+        else:
+            of_file = replace(packed, shape=(packed.shape[0], *packed.matrix), is_transposed=False)
+            whole = kept_of(self._part(of_file, index, outputs, inputs), has_half_scales=False)
+            assert whole is not None  # 4-bit floats always can be
+            kept = below([whole.rows(rows) for rows in order])
+        assert isinstance(kept, KeptBlocks)  # of one form, run and table
+        return kept._replace(dtype=self._dtype)
+
     def _run_kept(self, name: str, columns: range | None) -> int:
         """Return the inputs of a run if these columns of a tensor are kept small; 0 if they are not. Columns that begin
         within a run of e4m3 have shorter runs: the first one begins with them."""
@@ -311,21 +370,26 @@ class WeightSource:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if name not in self._left:
-            raise ConfigError(f"model.path: {self._path} has no tensor {name!r}")
+        self._check(name, shape)
         packed = self._packed.get(name)
-        if self._shapes[name] != shape:
-            stored = self._files.tensors[packed.data if packed is not None else name]
-            raise ConfigError(
-                f"model.path: {stored.path}: tensor {name!r} has shape {self._shapes[name]}, the config asks for "
-                f"{shape}"
-            )
         if packed is None:
             tensor = self._files.read(name, dtype, rows, columns, out)
         else:
             tensor = self._dequantised(packed, dtype, rows, columns, out)
         self._count(name)
         return tensor
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ConfigError unless the tensor is there, not taken, and of this shape."""
+        if name not in self._left:
+            raise ConfigError(f"model.path: {self._path} has no tensor {name!r}")
+        if self._shapes[name] != shape:
+            packed = self._packed.get(name)
+            stored = self._files.tensors[packed.data if packed is not None else name]
+            raise ConfigError(
+                f"model.path: {stored.path}: tensor {name!r} has shape {self._shapes[name]}, the config asks for "
+                f"{shape}"
+            )
 
     def _count(self, name: str) -> None:
         """Note that a tensor is taken. A rank that reads a part reports the same progress as one that reads all."""
@@ -443,12 +507,13 @@ class WeightSource:
         return Quantized(
             packed=packed,
             data=data,
-            scales=scales_of(self._matrix(packed.scales, index, grid, blocks), factor, packed.divides),
+            scales=scales_of(self._matrix(packed.scales, index, grid, blocks), None, False),
             zeros=self._zeros(packed, index, grid, blocks) if packed.zeros else None,
             shape=(len(rows), len(columns)),
             first=(rows.start % packed.block[0], columns.start % packed.block[1]),
             skipped=cut.start % per_word,
             order=order,
+            factor=factor,
         )
 
     def _zeros(self, packed: PackedTensor, index: int, grid: list[int], blocks: list[range]) -> torch.Tensor:

@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from chitu.ops.kept import Form, Matrix, Weights
+from chitu.ops.routing_rule import ClampedGate
+
+if TYPE_CHECKING:
+    from chitu.ops.routing import Router
 
 TILE_ROWS = 64
 """Most rows of a tile, whose attention a kernel computes together."""
@@ -97,7 +101,8 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """Heads of an attention layer and the per-head norms of Qwen3 (None elsewhere)."""
+    """Heads of an attention layer, the per-head norms of Qwen3 (None elsewhere), and what it adds to causal
+    attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -105,6 +110,15 @@ class HeadSpec:
     eps: float
     q_norm_N: torch.Tensor | None = None
     k_norm_N: torch.Tensor | None = None
+    window: int | None = None
+    """Last positions that a row sees, its own included; None for all."""
+    sinks_H: torch.Tensor | None = None
+    """Logits, float32, that take weight from the positions and give nothing (gpt-oss)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the layer's attention is causal and nothing else."""
+        return self.window is None and self.sinks_H is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +140,15 @@ class Routes:
 
     experts_TA: torch.Tensor
     weights_TA: torch.Tensor
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of a layer's experts."""
+
+    gate_up_EG: torch.Tensor
+    """`[E, 2 I]`, of gates first."""
+    down_ED: torch.Tensor | None
+    """None on a rank that has a part of each expert, unless it is the one that adds them."""
 
 
 class LinearWeight(Protocol):
@@ -193,8 +216,19 @@ class Ops(Protocol):
         """Return `gate_up(rms_norm(x))`."""
         return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
 
-    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs."""
+    def prepare_experts(
+        self,
+        gate_up_EGD: Weights,
+        down_EDI: Weights,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> ExpertWeights:
+        """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs.
+        `gate`: theirs, unless it is `silu(gate) * up`."""
+        ...
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        """Return the experts of each row and their weights, new tensors, as `routing.route` does."""
         ...
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:

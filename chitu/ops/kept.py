@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Form = Literal["e4m3", "int8", "table4"]
+Form = Literal["e4m3", "int8", "int4", "e2m1", "table4"]
+"""Of codes: floats and integers of 8 bits; of 4 bits integers of -8 to 7, floats, or any 16 numbers."""
 WIDE_ROWS = 64
 """Rows that are compared at a time."""
 
@@ -23,7 +24,7 @@ class KeptBlocks(NamedTuple):
 
     form: Form
     codes_OI: torch.Tensor
-    """A byte a number: e4m3 without NaN, int8, or a place in the table."""
+    """A byte a number, uint8: e4m3 without NaN, int8, or a place in the table."""
     scales_OR: torch.Tensor
     """Factor of each output and run of inputs, float16 or float32; that of e4m3 is float32."""
     run: int
@@ -31,15 +32,33 @@ class KeptBlocks(NamedTuple):
     added_OR: torch.Tensor | None = None
     """What is added behind the product, in the dtype of the scales."""
     table: tuple[float, ...] = ()
+    """The 16 numbers of codes of 4 bits: of `int4` consecutive ones, of `e2m1` those of the codes."""
     dtype: torch.dtype = torch.float32
     """Of the model, to which a weight is rounded if it is dequantised after all."""
+    over_O: torch.Tensor | None = None
+    """Float32 factor of each output's scales, whose products with it are rounded to float32."""
 
     def dequantise(self) -> torch.Tensor:
         """Return the weight in the model's dtype."""
-        numbers = self._numbers().mul_(self._by_input(self.scales_OR))
+        numbers = self._numbers().mul_(self._by_input(self.with_scales_alone().scales_OR))
         if self.added_OR is not None:
             numbers = numbers.add_(self._by_input(self.added_OR))
         return numbers.to(self.dtype)
+
+    def rows(self, rows: slice) -> KeptBlocks:
+        """Return these outputs."""
+        return self._replace(
+            codes_OI=self.codes_OI[rows],
+            scales_OR=self.scales_OR[rows],
+            added_OR=None if self.added_OR is None else self.added_OR[rows],
+            over_O=None if self.over_O is None else self.over_O[rows],
+        )
+
+    def with_scales_alone(self) -> KeptBlocks:
+        """Return the same numbers without factors of outputs."""
+        if self.over_O is None:
+            return self
+        return self._replace(scales_OR=self.scales_OR.float() * self.over_O.unsqueeze(1), over_O=None)
 
     def part(self, first: int, count: int) -> KeptBlocks:
         """Return these inputs of all outputs. `first`: of a run."""
@@ -90,10 +109,12 @@ def below(parts: Sequence[Matrix]) -> Matrix:
     if len(kept) < len(parts):
         return torch.cat([dequantised(each) for each in parts])
     added = [each.added_OR for each in kept if each.added_OR is not None]
+    over = [each.over_O for each in kept if each.over_O is not None]
     return kept[0]._replace(
         codes_OI=torch.cat([each.codes_OI for each in kept]),
         scales_OR=torch.cat([each.scales_OR for each in kept]),
         added_OR=torch.cat(added) if added else None,
+        over_O=torch.cat(over) if over else None,
     )
 
 
@@ -116,16 +137,17 @@ def _as_int8(weight: KeptBlocks, run: int, adds: bool) -> KeptBlocks:
     def spread(factors_OR: torch.Tensor) -> torch.Tensor:
         return factors_OR.float().repeat_interleave(weight.run // run, 1)[:, :num_runs]
 
-    codes, scales, added = weight.codes_OI, spread(weight.scales_OR), None
+    codes, scales, added = weight.codes_OI, spread(weight.with_scales_alone().scales_OR), None
     if weight.table:
         codes = torch.tensor(weight.table, device=codes.device).to(torch.int8)[codes.int()]
     if adds:
         added = torch.zeros_like(scales) if weight.added_OR is None else spread(weight.added_OR)
-    return KeptBlocks("int8", codes.view(torch.uint8), scales, run, added)
+    return KeptBlocks("int8", codes.view(torch.uint8), scales, run, added, dtype=weight.dtype)
 
 
 def _kind(weight: KeptBlocks) -> tuple[object, ...]:
-    return weight.form, weight.scales_OR.dtype, weight.run, weight.added_OR is None, weight.table
+    given = weight.added_OR is None, weight.over_O is None
+    return weight.form, weight.scales_OR.dtype, weight.run, *given, weight.table
 
 
 def in_16_bits(weight_OI: torch.Tensor) -> torch.Tensor | None:

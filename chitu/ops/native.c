@@ -516,11 +516,12 @@ void chitu_rope_append(const float *qkv, float *q_out, const float *q_norm, cons
     }
 }
 
-/* Attention of one new token per sequence. A (row, KV head) reads K and V once for all query heads of the group. */
+/* Attention of one new token per sequence. A (row, KV head) reads K and V once for all query heads of the group.
+ * `window`: last positions that a row sees, 0 for all. `sinks`: a logit of each head that gives nothing, or NULL. */
 void chitu_decode_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
                             const int64_t *slots, const int64_t *positions, const int64_t *page_table,
                             int64_t table_stride, int64_t rows, int64_t heads, int64_t kv_heads, int64_t n,
-                            int64_t page_size, float scale, int64_t threads) {
+                            int64_t page_size, float scale, int64_t window, const float *sinks, int64_t threads) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
@@ -530,8 +531,8 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
         float top[MAX_GROUP], total[MAX_GROUP];
         for (int64_t i = 0; i < group * n; i++) query[i] = q[(r * heads + h * group) * n + i] * scale;
         memset(mixed, 0, group * n * sizeof(float));
-        for (int64_t g = 0; g < group; g++) top[g] = -INFINITY, total[g] = 0;
-        for (int64_t start = 0; start < length; start += KEY_BLOCK) {
+        for (int64_t g = 0; g < group; g++) top[g] = sinks ? sinks[h * group + g] : -INFINITY, total[g] = sinks != 0;
+        for (int64_t start = window && window < length ? length - window : 0; start < length; start += KEY_BLOCK) {
             int64_t count = length - start < KEY_BLOCK ? length - start : KEY_BLOCK;
             const float *values[KEY_BLOCK];
             int64_t index = start / page_size, offset = start % page_size; /* a division per token would dominate */
@@ -632,7 +633,7 @@ static void gather(const float *k_pages, const float *v_pages, const int64_t *ta
 void chitu_prefill_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
                              const int64_t *spans, int64_t num_spans, const int64_t *page_table, int64_t table_stride,
                              int64_t heads, int64_t kv_heads, int64_t n, int64_t page_size, float scale,
-                             int64_t threads) {
+                             int64_t window, const float *sinks, int64_t threads) {
     int64_t group = heads / kv_heads, tasks = 0;
     for (int64_t s = 0; s < num_spans; s++)
         tasks += (spans[4 * s + 1] + QUERY_BLOCK - 1) / QUERY_BLOCK * kv_heads;
@@ -652,10 +653,10 @@ void chitu_prefill_attention(const float *q, float *out, const float *k_pages, c
         float top[MAX_GROUP][QUERY_BLOCK], total[MAX_GROUP][QUERY_BLOCK], keep[QUERY_BLOCK];
         for (int64_t g = 0; g < group; g++)
             for (int64_t t = 0; t < rows; t++) {
-                top[g][t] = -INFINITY, total[g][t] = 0;
+                top[g][t] = sinks ? sinks[h * group + g] : -INFINITY, total[g][t] = sinks != 0;
                 memset(result + t * stride + g * n, 0, n * sizeof(float));
             }
-        for (int64_t start = 0; start < end; start += KEY_BLOCK) {
+        for (int64_t start = window && window <= position ? position - window + 1 : 0; start < end; start += KEY_BLOCK) {
             int64_t count = end - start < KEY_BLOCK ? end - start : KEY_BLOCK;
             gather(k_pages, v_pages, table, start, count, kv_heads, h, n, page_size, keys, values);
             for (int64_t g = 0; g < group; g++) {
@@ -668,6 +669,8 @@ void chitu_prefill_attention(const float *q, float *out, const float *k_pages, c
                     if (visible > KEY_BLOCK) visible = KEY_BLOCK;
                     if (visible < 0) visible = 0;
                     for (int64_t j = visible; j < KEY_BLOCK; j++) s[j] = -INFINITY;
+                    int64_t unseen = window ? position + t + 1 - window - start : 0;
+                    for (int64_t j = 0; j < unseen && j < KEY_BLOCK; j++) s[j] = -INFINITY;
                     vf largest = splat(top[g][t]);
                     for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
                         vf scaled = load(s + j) * scale;
@@ -675,6 +678,7 @@ void chitu_prefill_attention(const float *q, float *out, const float *k_pages, c
                         largest = vmax(scaled, largest);
                     }
                     float highest = maximum(largest);
+                    if (highest == -INFINITY) highest = 0; /* its window has no key of this block or those before */
                     keep[t] = expf(top[g][t] - highest);
                     vf weights = {};
                     for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
@@ -683,7 +687,7 @@ void chitu_prefill_attention(const float *q, float *out, const float *k_pages, c
                         weights += e;
                     }
                     total[g][t] = total[g][t] * keep[t] + sum(weights);
-                    top[g][t] = highest;
+                    top[g][t] = total[g][t] ? highest : -INFINITY;
                 }
                 for (int64_t i = 0; i < n; i += PANEL)
                     panel_rows(rows, scores, KEY_BLOCK, values + i, n, KEY_BLOCK, result + g * n + i, stride, PANEL, 0,

@@ -25,7 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import torch
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import (
     Batch,
+    ExpertBiases,
     ExpertWeights,
     HeadSpec,
     LatentHeads,
@@ -43,7 +46,8 @@ from chitu.ops.interface import (
     Routes,
 )
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, in_16_bits
-from chitu.ops.routing import rows_by_expert, weighted_sum
+from chitu.ops.routing import Router, gated, route, rows_by_expert, weighted_sum
+from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,10 @@ logger = logging.getLogger(__name__)
 PANEL = 32
 HALF_FACTOR = 256.0
 """Factor of the scales of weights in e4m3: the kernel reads it as float16, which has another exponent."""
-FORMS: dict[Form | torch.dtype, int] = {"e4m3": 0, "int8": 1, "table4": 2, torch.bfloat16: 3, torch.float16: 4}
+FOUR_BITS: tuple[Form, ...] = ("table4", "int4", "e2m1")
+FORMS: dict[Form | torch.dtype, int] = {
+    "e4m3": 0, "int8": 1, **dict.fromkeys(FOUR_BITS, 2), torch.bfloat16: 3, torch.float16: 4,
+}  # fmt: skip
 """Forms of codes by the kernel's number."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
@@ -78,8 +85,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "chitu_linear": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "chitu_rms_norm": [_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT],
     "chitu_rope_append": [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 5 + [_INT] + [_POINTER] * 2 + [_INT] * 6,
-    "chitu_decode_attention": [_POINTER] * 7 + [_INT] * 6 + [_FLOAT, _INT],
-    "chitu_prefill_attention": [_POINTER] * 5 + [_INT, _POINTER] + [_INT] * 5 + [_FLOAT, _INT],
+    "chitu_decode_attention": [_POINTER] * 7 + [_INT] * 6 + [_FLOAT, _INT, _POINTER, _INT],
+    "chitu_prefill_attention": [_POINTER] * 5 + [_INT, _POINTER] + [_INT] * 5 + [_FLOAT, _INT, _POINTER, _INT],
 }
 _OF_SMALL = {
     "chitu_linear_kept": [_POINTER, _INT, _INT, _INT] + [_POINTER] * 4 + [_INT] * 2 + [_POINTER] * 2 + [_INT] * 3,
@@ -201,6 +208,7 @@ class PackedExperts:
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
+    gate: ClampedGate | None = None
 
     @property
     def num_experts(self) -> int:
@@ -214,6 +222,7 @@ def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, 
     """
     codes = None
     if isinstance(weight_OI, KeptBlocks):
+        weight_OI = weight_OI.with_scales_alone()
         numbers, codes = weight_OI.codes_OI.view(torch.uint8), _packed_codes(weight_OI, gate_up)
     elif small and (halves := in_16_bits(weight_OI)) is not None:
         numbers, codes = halves, PackedCodes(halves.dtype)
@@ -221,9 +230,9 @@ def pack(weight_OI: Matrix, bias_O: torch.Tensor | None, gate_up: bool = False, 
         numbers = weight_OI
     out_features, in_features = numbers.shape
     panels = _panels(numbers, gate_up)
-    if codes is not None and codes.form in ("table4", torch.bfloat16):
+    if codes is not None and codes.form in (*FOUR_BITS, torch.bfloat16):
         low, high = panels.chunk(2, dim=2)
-        panels = low | high << 4 if codes.form == "table4" else torch.stack((low, high), dim=3).flatten(2)
+        panels = low | high << 4 if codes.form in FOUR_BITS else torch.stack((low, high), dim=3).flatten(2)
     if gate_up:
         bias_O = None if bias_O is None else _interleave(bias_O.unsqueeze(1)).squeeze(1)
         out_features //= 2
@@ -276,7 +285,7 @@ def _rows_at(weight: PackedWeight, panels_T: torch.Tensor, lanes_T: torch.Tensor
         is_paired = codes is not None and codes.form == torch.bfloat16
         places_T = lanes_T % half * 2 + lanes_T // half if is_paired else lanes_T
         return weight.panels[panels_T, :, places_T].float()
-    if codes.form == "table4":
+    if codes.form in FOUR_BITS:
         codes_TI = (
             weight.panels[panels_T, :, lanes_T % half] >> (lanes_T // half * 4).to(torch.uint8).unsqueeze(1) & 0xF
         )
@@ -291,6 +300,10 @@ def _rows_at(weight: PackedWeight, panels_T: torch.Tensor, lanes_T: torch.Tensor
         None if codes.added is None else codes.added[panels_T, :, lanes_T],
         () if codes.table is None else tuple(codes.table.tolist()),
     ).dequantise()
+
+
+def _each(biases_EO: torch.Tensor | None) -> Iterable[torch.Tensor | None]:
+    return repeat(None) if biases_EO is None else biases_EO
 
 
 def packed(weight: LinearWeight) -> PackedWeight:
@@ -349,9 +362,19 @@ class NativeOps(Ops):
         halves_TP2H = self._linear(x_TD, both, STORE, None).view(x_TD.shape[0], -1, 2, PANEL // 2)
         return torch.cat([half.flatten(1)[:, : w.out_features] for half in halves_TP2H.unbind(2)], dim=1)
 
-    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        gate_up = tuple(self.prepare_gate_up(weight, None) for weight in gate_up_EGD)
-        return PackedExperts(gate_up, tuple(self.prepare(weight, None) for weight in down_EDI))
+    def prepare_experts(
+        self,
+        gate_up_EGD: Weights,
+        down_EDI: Weights,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> ExpertWeights:
+        of_gate_up, of_down = (None, None) if biases is None else biases
+        gate_up = tuple(map(self.prepare_gate_up, gate_up_EGD, _each(of_gate_up)))
+        return PackedExperts(gate_up, tuple(map(self.prepare, down_EDI, _each(of_down))), gate)
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router)
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         if not isinstance(experts, PackedExperts):
@@ -362,9 +385,13 @@ class NativeOps(Ops):
             if expert == experts.num_experts:
                 y_RD[pairs] = 0
                 continue
-            y_RD[pairs] = self.linear(
-                self.gate_up(x_TD[pairs // per_row], experts.gate_up[expert]), experts.down[expert]
-            )
+            x_ND, gate_up = x_TD[pairs // per_row], experts.gate_up[expert]
+            if experts.gate is None:
+                inner_NI = self.gate_up(x_ND, gate_up)
+            else:
+                gate_NI, up_NI = self.gate_and_up(x_ND, gate_up).chunk(2, dim=1)
+                inner_NI = gated(gate_NI, up_NI, experts.gate)
+            y_RD[pairs] = self.linear(inner_NI, experts.down[expert])
         return weighted_sum(y_RD, routes)
 
     def _linear(self, x_TI: torch.Tensor, weight: PackedWeight, mode: int, result: torch.Tensor | None) -> torch.Tensor:
@@ -458,13 +485,14 @@ class NativeOps(Ops):
         if head_dim % PANEL or head_dim > MAX_HEAD_DIM or group > MAX_GROUP or is_fp8(k_PKSN):
             return self._fallback.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
         out = self._buffer("mixed", rows, num_heads * head_dim)
-        shape = (num_heads, heads.num_kv_heads, head_dim, k_PKSN.shape[2], head_dim**-0.5, torch.get_num_threads())
+        shape = (num_heads, heads.num_kv_heads, head_dim, k_PKSN.shape[2], head_dim**-0.5)
+        more = heads.window or 0, None if heads.sinks_H is None else heads.sinks_H.data_ptr(), torch.get_num_threads()
         pages = k_PKSN.data_ptr(), v_PKSN.data_ptr()
         table = batch.page_table.data_ptr(), batch.page_table.shape[1]
         if batch.spans:
             spans = batch.spans_X4
             self._library.chitu_prefill_attention(
-                q_THN.data_ptr(), out.data_ptr(), *pages, spans.data_ptr(), spans.shape[0], *table, *shape
+                q_THN.data_ptr(), out.data_ptr(), *pages, spans.data_ptr(), spans.shape[0], *table, *shape, *more
             )
         if batch.decode_slots:
             row = batch.decode_row
@@ -478,6 +506,7 @@ class NativeOps(Ops):
                 *table,
                 rows - row,
                 *shape,
+                *more,
             )
         return out
 

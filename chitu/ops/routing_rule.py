@@ -1,9 +1,10 @@
-"""How each row of a mixture gets its experts: read by `models/expert_spec.py`, applied by `routing.py`. No torch."""
+"""How each row of a mixture gets its experts, and the gate of these: read by `models/config_parts.py`, applied by
+`routing.py` and the operations. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,11 @@ class RoutingRule:
     """Whether the weights of a row's experts are divided by their sum."""
     scale: float = 1.0
     """Factor of all weights."""
+
+
+class ClampedGate(NamedTuple):
+    """Gate of experts that are not `silu(gate) up`, but `g sigmoid(alpha g) (u + 1)`: `g` is the gate, at most `limit`,
+    and `u` the up, within the limit on both sides (gpt-oss)."""
+
+    alpha: float
+    limit: float

@@ -6,8 +6,8 @@ import importlib.util
 
 import torch
 
-from chitu.ops.e4m3 import E4M3_CAPABILITY
 from chitu.ops.interface import Ops
+from chitu.ops.kept_on_cards import E4M3_CAPABILITY
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps
 

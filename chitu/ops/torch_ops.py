@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from chitu.ops.fp8_pages import put_rows, take_pages
 from chitu.ops.interface import (
     Batch,
+    ExpertBiases,
     ExpertWeights,
     HeadSpec,
     LatentHeads,
@@ -24,7 +25,9 @@ from chitu.ops.interface import (
     Routes,
 )
 from chitu.ops.kept import Matrix, Weights, dequantised, stack_of
-from chitu.ops.routing import rows_by_expert, weighted_sum
+from chitu.ops.masked_attention import AttentionKind, attend
+from chitu.ops.routing import Router, gated, route, rows_by_expert, weighted_sum
+from chitu.ops.routing_rule import ClampedGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,21 @@ class StackedExperts:
     gate_up_EGD: torch.Tensor
     """Weights `[E, 2 I, D]`, gate rows first."""
     down_EDI: torch.Tensor
+    biases: ExpertBiases | None = None
+    gate: ClampedGate | None = None
 
     @property
     def num_experts(self) -> int:
         return self.gate_up_EGD.shape[0]
+
+    def result(self, expert: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the result `[T, D]` of one expert."""
+        gate_up_bias = down_bias = None
+        if self.biases is not None:
+            gate_up_bias = self.biases.gate_up_EG[expert]
+            down_bias = self.biases.down_ED[expert] if self.biases.down_ED is not None else None
+        gate, up = F.linear(x_TD, self.gate_up_EGD[expert], gate_up_bias).chunk(2, dim=-1)
+        return F.linear(gated(gate, up, self.gate), self.down_EDI[expert], down_bias)
 
 
 def stacked(experts: ExpertWeights) -> StackedExperts:
@@ -79,6 +93,9 @@ class PlainOps(Ops, Protocol):
     def prepare_gate_up(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(dequantised(weight), bias)
 
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router)
+
     def rows_of(self, weight: LinearWeight, rows_T: torch.Tensor) -> torch.Tensor:
         return plain(weight).weight[rows_T]
 
@@ -88,8 +105,14 @@ class PlainOps(Ops, Protocol):
     def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self.linear(x_TD, weight)
 
-    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        return StackedExperts(stack_of(gate_up_EGD), stack_of(down_EDI))
+    def prepare_experts(
+        self,
+        gate_up_EGD: Weights,
+        down_EDI: Weights,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> ExpertWeights:
+        return StackedExperts(stack_of(gate_up_EGD), stack_of(down_EDI), biases, gate)
 
 
 class TorchOps(PlainOps):
@@ -114,8 +137,7 @@ class TorchOps(PlainOps):
             if expert == own.num_experts:
                 y_RD[pairs] = 0
                 continue
-            gate, up = F.linear(x_TD[pairs // per_row], own.gate_up_EGD[expert]).chunk(2, dim=-1)
-            y_RD[pairs] = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
+            y_RD[pairs] = own.result(expert, x_TD[pairs // per_row])
         return weighted_sum(y_RD, routes)
 
     def _mixture_without_a_wait(self, x_TD: torch.Tensor, routes: Routes, own: StackedExperts) -> torch.Tensor:
@@ -124,10 +146,8 @@ class TorchOps(PlainOps):
         shares_TE.scatter_(1, routes.experts_TA, routes.weights_TA)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         for expert in range(own.num_experts):
-            gate, up = F.linear(x_TD, own.gate_up_EGD[expert]).chunk(2, dim=-1)
-            y_TD = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
             share_T1 = shares_TE[:, expert : expert + 1]
-            out_TD.add_(torch.where(share_T1 != 0, y_TD.float() * share_T1, 0))
+            out_TD.add_(torch.where(share_T1 != 0, own.result(expert, x_TD).float() * share_T1, 0))
         return out_TD.to(x_TD.dtype)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -159,7 +179,11 @@ class TorchOps(PlainOps):
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
-        return _attention(q_THN, batch, k_PKSN, v_PKSN, heads.head_dim**-0.5).view(q_THN.shape[0], -1)
+        scale = heads.head_dim**-0.5
+        if heads.is_plain:
+            return _attention(q_THN, batch, k_PKSN, v_PKSN, scale).view(q_THN.shape[0], -1)
+        kind = AttentionKind(scale, heads.window, sinks_H=heads.sinks_H)
+        return attend(q_THN, batch, k_PKSN, v_PKSN, kind, v_PKSN.shape[-1]).flatten(1)
 
     def latent_append(
         self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor

@@ -12,16 +12,29 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.e4m3 import keeps_e4m3
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import (
+    Batch,
+    ExpertBiases,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    RotaryTable,
+    Routes,
+    Span,
+)
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
+from chitu.ops.kept_on_cards import keeps_on_cards
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
+from chitu.ops.kernels.router import counters, route
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.kernels.widen import wide_linear
+from chitu.ops.routing import Router
+from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales, is_kept, scaled_stack, scaled_weight
 from chitu.ops.torch_ops import PlainWeight
 from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_prompt
@@ -29,11 +42,13 @@ from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_pr
 
 @dataclass(frozen=True, slots=True)
 class CardExperts:
-    """Every expert's gate, up and down in one tensor each, with scales if they are kept in e4m3."""
+    """Every expert's gate, up and down in one tensor each, with scales if they stay small."""
 
     gate_up_EGD: torch.Tensor | ScaledStack
     """Weights `[E, 2 I, D]`, gate rows first."""
     down_EDI: torch.Tensor | ScaledStack
+    biases: ExpertBiases | None = None
+    gate: ClampedGate | None = None
 
     @property
     def num_experts(self) -> int:
@@ -43,10 +58,11 @@ class CardExperts:
 
 class TritonOps:
     """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention. `has_e4m3`: whether
-    kernels can read e4m3 there, so weights of it stay as small as they are (`scaled_weights.py`).
+    kernels can read e4m3 there. Weights of it, and of 4 bits everywhere, stay as small as they are
+    (`scaled_weights.py`).
 
     Attention of spans: torch's library (`whole_prompts.py`) for those that begin a sequence and have at least
-    `whole_prompt_tokens`, our own kernel for the rest. Recorded steps use our own kernel.
+    `whole_prompt_tokens`, our own kernel for the rest, and for windows and sinks. Recorded steps use our own kernel.
     """
 
     name = "triton"
@@ -58,12 +74,13 @@ class TritonOps:
         self._has_e4m3 = has_e4m3
         self._whole_prompt_tokens = whole_prompt_tokens
         self._routes: AttentionPlan | None = None
+        self._arrived: torch.Tensor | None = None
 
     def keeps(self, form: Form, run: int, inputs: int) -> bool:
-        return self._has_e4m3 and keeps_e4m3(form, run, inputs)
+        return (self._has_e4m3 or form != "e4m3") and keeps_on_cards(form, run, inputs)
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
-        if self._has_e4m3 and isinstance(weight, KeptBlocks) and is_kept(weight):
+        if isinstance(weight, KeptBlocks) and is_kept(weight, self._has_e4m3):
             return scaled_weight(weight, bias)
         return PlainWeight(dequantised(weight).contiguous(), bias)
 
@@ -129,18 +146,37 @@ class TritonOps:
             silu_mul(self.linear(x_TD, w), out_TI)
         return out_TI
 
-    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
-        return CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI))
+    def prepare_experts(
+        self,
+        gate_up_EGD: Weights,
+        down_EDI: Weights,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> ExpertWeights:
+        experts = CardExperts(self._stack(gate_up_EGD), self._stack(down_EDI), biases, gate)
+        self._counters(_parts(experts.down_EDI)[0].device)  # before a step is recorded
+        return experts
 
     def _stack(self, weights_EOI: Weights) -> torch.Tensor | ScaledStack:
-        kept = scaled_stack(weights_EOI) if self._has_e4m3 else None
+        kept = scaled_stack(weights_EOI, self._has_e4m3)
         return stack_of(weights_EOI).contiguous() if kept is None else kept
+
+    def route(self, x_TD: torch.Tensor, router: Router) -> Routes:
+        return route(x_TD, router, self._counters(x_TD.device), self._num_multiprocessors)
+
+    def _counters(self, device: torch.device) -> torch.Tensor:
+        """Return the counters of the router's programs. No two steps run at once."""
+        if self._arrived is None:
+            self._arrived = counters(device)
+        return self._arrived
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         if not isinstance(experts, CardExperts):
             raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
         (gate_up_EGD, of_gate_up), (down_EDI, of_down) = map(_parts, (experts.gate_up_EGD, experts.down_EDI))
-        return mixture(x_TD, routes.experts_TA, routes.weights_TA, gate_up_EGD, down_EDI, of_gate_up, of_down)
+        weights = gate_up_EGD, down_EDI, of_gate_up, of_down
+        more = experts.biases, experts.gate, self._num_multiprocessors
+        return mixture(x_TD, routes.experts_TA, routes.weights_TA, *weights, *more)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -163,19 +199,25 @@ class TritonOps:
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
-        routes = self._routes_of(batch)
-        if routes.is_alone:
-            return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
+        tiles_Y4, whole = batch.tiles_Y4, tuple[Span, ...]()
+        if heads.is_plain:
+            routes = self._routes_of(batch)
+            if routes.is_alone:
+                return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
+            tiles_Y4, whole = routes.tiles_Y4, routes.whole
         out_THN = torch.empty_like(q_THN)
-        for span in routes.whole:
+        for span in whole:
             rows = slice(span.row, span.row + span.length)
             out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
-        if routes.tiles_Y4.shape[0]:
-            prefill_attention(q_THN, k_PKSN, v_PKSN, routes.tiles_Y4, batch.page_table, out_THN)
+        window, sinks_H = heads.window, heads.sinks_H
+        if tiles_Y4.shape[0]:
+            table = batch.page_table
+            prefill_attention(q_THN, k_PKSN, v_PKSN, tiles_Y4, table, out_THN, window=window, sinks_H=sinks_H)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:
             longest = batch.page_table.shape[1] * k_PKSN.shape[2]
+            longest = min(longest, window or longest)
             splits = num_splits_for(num_decoding, heads.num_kv_heads, longest, self._num_multiprocessors)
             decode_attention(
                 q_THN[decode],
@@ -186,6 +228,8 @@ class TritonOps:
                 batch.page_table,
                 out_THN[decode],
                 splits,
+                window,
+                sinks_H,
             )
         return out_THN.view(q_THN.shape[0], -1)
 

@@ -13,6 +13,8 @@ from gpu_errors import relative_error
 from chitu.engine.sampler import Sampler
 from chitu.ops.fp8_pages import values_of
 from chitu.ops.interface import Batch, HeadSpec, LatentHeads, RotaryTable, Routes, Span, tiles_of
+from chitu.ops.routing import Router
+from chitu.ops.routing_rule import RoutingRule
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import SamplingParams, fp8_head_bytes
 
@@ -41,6 +43,36 @@ def test_experts(card, rows):
     found = ops.mixture(x, routes, ops.prepare_experts(gate_up, down))
     expected = TWIN.mixture(x.float(), routes, TWIN.prepare_experts(gate_up.float(), down.float()))
     assert relative_error(found, expected) < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 700])
+def test_the_router_has_the_choice_of_its_twin_each_time(card, rows):
+    """With whole numbers, whose sums are exact, so many experts are equal. Again and again, since its programs tell
+    each other by memory what they did."""
+    if card.is_twin and rows > 8:
+        pytest.skip("the interpreter would take a minute")
+    ops, (experts, width) = TritonOps(card.num_multiprocessors), (20, 32) if card.is_twin else (256, 7168)
+    torch.manual_seed(rows)
+    weight = torch.randint(-1, 2, (experts, width), device=card.device).float()
+    rule = RoutingRule(4, 4, 2, 2, "sigmoid", scale=2.5)
+    router = Router(weight, rule, torch.randint(0, 2, (experts,), device=card.device).float())
+    for _ in range(card.size(200, 2)):
+        x = (torch.randint(-1, 2, (rows, width), device=card.device) / 64).to(card.dtype)
+        found, expected = ops.route(x, router), TWIN.route(x, router)
+        assert relative_error(found.weights_TA, expected.weights_TA) < 1e-5
+        assert (found.experts_TA == expected.experts_TA).all()
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_windows_and_sinks(card, window):
+    ops, (heads, kv_heads, dim) = TritonOps(card.num_multiprocessors), (8, 2, 32) if card.is_twin else (64, 8, 64)
+    batch, num_pages = batch_on(card, 6)
+    torch.manual_seed(6)
+    spec = HeadSpec(heads, kv_heads, dim, 1e-6, window=window, sinks_H=torch.randn(heads, device=card.device) * 2)
+    k, v = torch.randn(2, num_pages, kv_heads, PAGE, dim, device=card.device).to(card.dtype)
+    q = torch.randn(len(batch.slots_T), heads, dim, device=card.device).to(card.dtype)
+    expected = TWIN.attention(q.float(), spec, batch, k.float(), v.float())
+    assert relative_error(ops.attention(q, spec, batch, k, v), expected) < 0.005
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])

@@ -30,11 +30,13 @@ from triton.compiler import ASTSource
 from chitu.ops.kernels import (
     attention,
     blocks,
+    codes,
     gather,
     greedy,
     mla,
     moe,
     rope,
+    router,
     rows,
     sampling,
     small_linear,
@@ -47,6 +49,19 @@ INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
+MORE = tuple({"WINDOW": window, "HAS_SINKS": has_sinks} for window, has_sinks in ((0, False), (0, True), (128, True)))
+"""What layers add to causal attention."""
+E2M1, INT4 = "*u8", "*i8"
+PLAIN = (None, 0, 0, WIDE, "")
+KEPT = (
+    (FP8, 1, WIDTH, WIDE, ""),
+    (FP8, WIDTH // 128, 128, WIDE, ""),
+    (E2M1, WIDTH // 16, 16, "*fp16", "over"),
+    (INT4, WIDTH // 128, 128, WIDE, "added"),
+    (E2M1, WIDTH // 32, 32, WIDE, ""),
+)
+"""Of weights that stay small: type of the codes, runs of a row, inputs of a run, type of the scales, and what there is
+beside them."""
 VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
 """Types of queries and pages."""
 
@@ -123,19 +138,22 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     kinds = (WIDE, HALF) if has_float32 else (HALF,)
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
+    tensors |= {"sinks_ptr": WIDE}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
     for queries, pages in VARIANTS:
         tile_rows, keys = attention.prefill_tile(queries == WIDE)
         tiles = {"HEADS": HEADS, "ROWS": tile_rows, "KEYS": keys}
         here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
-        own = shape | {"IS_FP8": pages == FP8}
         stages = attention.prefill_stages(pages == FP8)
-        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
+        for more in MORE[::-1] if queries == HALF else MORE[:1]:
+            own = shape | {"IS_FP8": pages == FP8} | more
+            found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
         if queries == WIDE and not has_float32:
             continue
         for is_split in (False, True):
             split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
-            found.append(variant(attention._decode_split, here, own | split, num_warps=4, num_stages=3))
+            for more in MORE[::-1] if queries == HALF else MORE[:1]:
+                found.append(variant(attention._decode_split, here, own | split | more, num_warps=4, num_stages=3))
         constants = {"HEADS": KV_HEADS, "VALUES": PAGE * DIM, "BLOCK": gather.VALUES_AT_ONCE, "DIM": DIM}
         here = here | {"pages_ptr": INT}
         found.append(variant(gather._gather_pages, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
@@ -153,26 +171,27 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
     products = ((WIDTH, False, False), (4 * WIDTH, True, False), (INNER, True, True), (VOCABULARY, True, False))
-    weights = {WIDE: ((0, 0),), HALF: ((0, 0), (1, WIDTH), (WIDTH // 128, 128))}
+    weights = {WIDE: (PLAIN, *KEPT[2:]), HALF: (PLAIN, *KEPT)}
     for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
         num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
         which = {"has_norm": has_norm, "is_gated": is_gated, "is_hopper": arch == 90}
         tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, **which)
         fused = {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
-        for runs, run in weights[kind]:
+        for kept in weights[kind]:
             tiles = tiles_of
-            if runs:
-                scales = Scales(torch.empty(1, runs), run)
-                tiles = small_linear.scaled_tiles(tiles_of, scales, small_linear.HOPPER_BYTES, is_gated)
+            if kept is not PLAIN:
+                which = small_linear.HOPPER_BYTES, is_gated, kept[0] in (E2M1, INT4)
+                tiles = small_linear.scaled_tiles(tiles_of, Scales(torch.empty(1, kept[1]), kept[2]), *which)
             sizes = {"WIDTH": WIDTH, "ROWS": tiles.rows, "OUT": tiles.out, "IN": tiles.width}
-            constants = sizes | fused | {"RUNS": runs, "RUN": run or WIDTH}
-            own = here | {"scales_ptr": WIDE} | ({"weight_ptr": FP8} if runs else {})
+            types, constants = of_weight(kept, kind, tiles.width)
+            own, constants = here | types, sizes | fused | constants
             options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
             found.append(variant(small_linear._small_linear, own, constants, **options))
-    scaled = {"codes_ptr": FP8, "factors_ptr": WIDE, "out_ptr": HALF}
-    sizes = {"WIDTH": WIDTH, "RUN": 128, "BLOCK": widen.NUMBERS_AT_ONCE}
-    found.append(variant(widen._widen, scaled, sizes, num_warps=4))
+    for kept in KEPT:
+        types, constants = of_weight(kept, HALF, widen.NUMBERS_AT_ONCE)
+        constants |= {"WIDTH": WIDTH, "BLOCK": widen.NUMBERS_AT_ONCE, "IS_SCALED": not constants.pop("ON_SUMS")}
+        found.append(variant(widen._widen, {"out_ptr": HALF} | types, constants, num_warps=4))
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
@@ -194,20 +213,37 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
             schedule = mla.schedule(queries, pages == FP8)
             for first in (0, 1) if (heads_here, pages) == (128, HALF) else (0,):  # 1: of a layer that drafts
                 found.append(variant(mla._latent_attend, here, constants | {"FIRST": first}, **schedule))
+    row |= {"alpha": FLOAT, "limit": FLOAT}
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
-    for tile_rows in (16, 64):
+    for tile_rows in (16, 64, moe.LARGE_TILE):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
         found.append(variant(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
         for is_gated in (False, True):
-            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
+            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows}
+            sizes["OUT"] = moe.columns_for(INNER, tile_rows, EXPERTS, 132, is_gated=is_gated)
             for kind in kinds if tile_rows == 16 else (HALF,):
-                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind, "scales_ptr": WIDE}
-                for runs, run in weights[kind]:
-                    own = here | ({"weight_ptr": FP8} if runs else {})
-                    constants = sizes | {"IS_GATED": is_gated, "RUNS": runs, "RUN": run or WIDTH}
-                    scales = Scales(torch.empty(1, runs), run) if runs else None
+                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
+                for kept in weights[kind] if tile_rows < moe.LARGE_TILE else (PLAIN,):
+                    scales = Scales(torch.empty(1, kept[1]), kept[2]) if kept is not PLAIN else None
+                    width = moe.product_width(tile_rows, scales, kept[0] in (E2M1, INT4), kind == WIDE)
+                    types, constants = of_weight(kept, kind, width)
+                    own, constants = here | types, constants | sizes | {"IN": width, "IS_GATED": is_gated}
+                    constants |= {"HAS_BIAS": False, "IS_CLAMPED": False}
                     warps = moe.product_warps(tile_rows, is_gated, scales)
                     found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
+                    if kind == HALF:
+                        constants = constants | {"HAS_BIAS": True, "IS_CLAMPED": is_gated}
+                        found.append(variant(moe._grouped_product, own, constants, num_warps=warps, num_stages=3))
+    routed = {"x_ptr": HALF, "weight_ptr": WIDE, "logit_bias_ptr": WIDE, "choice_bias_ptr": WIDE, "logits_ptr": WIDE}
+    routed |= {"arrived_ptr": INT32, "experts_ptr": INT, "weights_ptr": WIDE, "scale": FLOAT}
+    for is_deepseek, count, has_logits in itertools.product((False, True), (1, 64), (False, True)):
+        tile_rows, out, width = router.tile_for(count, 2 * EXPERTS, 132)
+        constants = {"WIDTH": WIDTH, "EXPERTS": 2 * EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "TOP_K": 6, "TOP_PAD": 8}
+        constants |= {"ROWS": 1 if has_logits else tile_rows, "OUT": out, "IN": width, "HAS_LOGITS": has_logits}
+        constants |= {"GROUPS": 8, "TOP_GROUPS": 4} if is_deepseek else {"GROUPS": 1, "TOP_GROUPS": 1}
+        constants |= {"GROUPS_PAD": constants["GROUPS"], "VOTES": 2 if is_deepseek else 1, "IS_SIGMOID": is_deepseek}
+        constants |= {"IS_NORMALISED": is_deepseek, "HAS_LOGIT_BIAS": not is_deepseek, "HAS_CHOICE_BIAS": is_deepseek}
+        found.append(variant(router._route, routed, constants, num_warps=4))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
@@ -240,6 +276,17 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
         padded = {"CHUNKS_PAD": triton.next_power_of_2(chunks), "HEADER_NUMBERS": 8}
         found.append(variant(greedy._append, greedily, sizes | padded, num_warps=4))
     return found
+
+
+def of_weight(kept: tuple[Any, ...], kind: str, width: int) -> tuple[dict[str, str], dict[str, object]]:
+    """Return the types and constants of a weight that is read in blocks of `width` inputs, by rows of type `kind`."""
+    stored, runs, run, scale, beside = kept
+    packed = stored in (E2M1, INT4)
+    unit = codes.unit_of(Scales(torch.empty(1, runs), run), width) if packed else width
+    types = {"weight_ptr": stored or kind, "scales_ptr": scale, "added_ptr": scale, "over_ptr": WIDE}
+    constants = {"RUNS": runs, "RUN": run or WIDTH, "UNIT": unit, "HAS_ADDED": beside == "added"}
+    constants["HAS_OVER"] = beside == "over"
+    return types, constants | {"ON_SUMS": 0 if packed else runs}
 
 
 def main() -> None:

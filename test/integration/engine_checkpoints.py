@@ -98,6 +98,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_skip_topk_offset": 1,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "swiglu_alpha": 1.4,
+            "swiglu_limit": 0.8,  # which gates and ups of random weights exceed
+            "rope_parameters": {**YARN, "truncate": False, "rope_theta": 5000.0},
+        },
+    ),
     "qwen3_moe_sparse": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 
@@ -122,7 +133,7 @@ def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.5)
             else:
                 parameter.normal_(0, 0.12)

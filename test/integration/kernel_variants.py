@@ -4,7 +4,8 @@ compiling: JSON, the number of variants by kernel after the warm-up, and those t
 A stand-in takes the place of Triton's driver, and a hook that of its compiler, so launches end where a kernel would be
 compiled: with the key that the launcher made of its arguments. Kernels compute nothing; products give zeros, so that
 logits are finite. Runs in a process of its own without the interpreter: `python kernel_variants.py FOLDER FAMILY`;
-the family `drafts` is that of a model with a layer that drafts, `fp8` that of Qwen3 with weights in blocks of e4m3.
+the family `drafts` is that of a model with a layer that drafts, `fp8` that of Qwen3 with weights in blocks of e4m3,
+`int4` that with integers of 4 bits and zero points.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import torch
 import triton
 from engine_checkpoints import Engine, write_checkpoint
 from mtp_checkpoints import write_random
-from support.quantised_weights import quantise_folder
+from support.quantised_weights import FORMS, quantise_folder
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -56,8 +58,7 @@ class Variants:
 
 def main() -> None:
     variants = Variants()
-    out = list(small_linear._small_linear.arg_names).index("out_ptr")
-    small_linear._small_linear.add_pre_run_hook(lambda *given, **_: given[out].zero_())
+    small_linear._small_linear.add_pre_run_hook(lambda *_, **given: given["out_ptr"].zero_())
     folder, family = Path(sys.argv[1]), sys.argv[2]
     has_drafts = family == "drafts"
     if has_drafts:
@@ -66,6 +67,11 @@ def main() -> None:
         write_checkpoint(folder / "plain", "qwen3", num_layers=2)
         config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
         quantise_folder(folder / "plain", folder / "small", folder / "large", "fp8_block", config)
+        folder /= "small"
+    elif family == "int4":
+        write_checkpoint(folder / "plain", "qwen3", num_layers=2)
+        config = FORMS["int4 zeros"](np.random.default_rng(0), 8, 32).config
+        quantise_folder(folder / "plain", folder / "small", folder / "large", "int4_zeros", config)
         folder /= "small"
     else:
         write_checkpoint(folder, family, num_layers=2)

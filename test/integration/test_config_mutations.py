@@ -65,7 +65,12 @@ OTHERS: dict[str, list[Any]] = {
     "id2label": [{"0": "a", "1": "b", "2": "c"}],
     "is_encoder_decoder": [True],
     "label2id": [{"a": 0}],
-    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention"]],
+    "layer_types": [
+        ["full_attention"] * 2,
+        ["sliding_attention"] * 2,
+        ["full_attention"],
+        ["full_attention", "sliding_attention"],
+    ],
     "mlp_only_layers": [[], [0], [0, 1]],
     "n_group": [1, 2, 4],
     "num_experts_per_tok": [1, 2, 4],
@@ -110,6 +115,7 @@ COUNT = {
     "qwen2": "rms_norm_eps rope_theta rope_scaling",
     "qwen3": "rms_norm_eps",
     "qwen3_moe": "rms_norm_eps num_experts_per_tok norm_topk_prob",
+    "gpt_oss": "rms_norm_eps num_experts_per_tok sliding_window layer_types swiglu_alpha swiglu_limit factor truncate",
     "deepseek_v2": "rms_norm_eps routed_scaling_factor num_experts_per_tok attention_factor mscale truncate beta_slow",
     "deepseek_v2_groups": "topk_group n_group topk_method",
     "deepseek_v3": "topk_group n_group routed_scaling_factor norm_topk_prob rope_interleave factor mscale_all_dim",
@@ -321,7 +327,6 @@ def test_every_name_that_transformers_asks_a_config_for_is_found_in_its_source(f
 
 
 GENERIC = {
-    "gpt-oss-20b": "sliding_window layer_types num_experts_per_tok rms_norm_eps",
     "gemma-3-1b-it": "sliding_window query_pre_attn_scalar hidden_activation",
     "GLM-4.5": "partial_rotary_factor routed_scaling_factor",
     "GLM-4-9B-0414": "partial_rotary_factor rope_theta",

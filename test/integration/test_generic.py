@@ -68,8 +68,8 @@ def with_batches(model: GenericModel, change: Callable[[Any], dict[str, Any]]) -
 def load(name: str, folder: Path) -> tuple[Any, GenericModel]:
     make_checkpoint(ROW[name]._replace(form=""), folder)
     change(folder, quantization_config=None)
-    spec = read_model_spec(folder)
-    model = load_model(folder, "float32")
+    spec = read_model_spec(folder, code="transformers")
+    model = load_model(folder, "float32", code="transformers")
     assert isinstance(model, GenericModel)
     return spec, model
 

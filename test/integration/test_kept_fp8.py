@@ -23,9 +23,9 @@ from chitu.models.layers import DecoderModel
 from chitu.models.quantization import read_quantization
 from chitu.models.tensors import copy_numbers, tensors_of, why_unlike
 from chitu.models.weights import WeightSource
-from chitu.ops.e4m3 import WIDE_NUMBERS
 from chitu.ops.interface import Ops, Routes
 from chitu.ops.kept import KeptBlocks, below, dequantised
+from chitu.ops.kept_on_cards import WIDE_NUMBERS
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
@@ -88,7 +88,7 @@ def test_many_rows_multiply_the_weight_that_was_dequantised_when_it_was_read(dty
     weight, bias, x = weight_of(70, 200, 64, dtype), torch.randn(70, dtype=dtype), torch.randn(80, 200, dtype=dtype)
     kept = OPS.prepare(weight, bias)
     assert isinstance(kept, ScaledWeight)
-    assert torch.equal(widened(kept.weight, kept.scales, dtype), dequantised(weight))
+    assert torch.equal(widened(kept.weight, kept.scales, kept.in_features, dtype), dequantised(weight))
     assert dequantised(weight).dtype == dtype
     expected = OPS.prepare(dequantised(weight), bias)
     found, residual = torch.empty(80, 70, dtype=dtype), torch.randn(80, 70, dtype=dtype)

@@ -58,7 +58,7 @@ def random_routes(rows: int, num_experts: int, top_k: int) -> Routes:
 
 
 @pytest.mark.parametrize(
-    ("rows", "num_experts", "top_k"), [(1, 8, 3), (2, 3, 3), (37, 5, 2), (90, 4, 2), (11, 40, 1)], ids=str
+    ("rows", "num_experts", "top_k"), [(1, 8, 3), (2, 3, 3), (37, 5, 2), (90, 4, 2), (150, 4, 2), (11, 40, 1)], ids=str
 )
 def test_a_mixture_equals_the_reference(ops, rows, num_experts, top_k):
     """Covers fewer rows than experts and more, experts without a row, full tiles and partial ones."""
@@ -146,7 +146,7 @@ def test_without_a_wait_for_the_device_the_result_is_the_same():
     torch.testing.assert_close(found, ops.mixture(x, routes, experts), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tile_rows", [16, 64])
+@pytest.mark.parametrize("tile_rows", [16, 64, 128])
 def test_sorted_pairs_and_tiles_cover_every_pair_once(tile_rows):
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.kernels.moe import max_tiles, sort_pairs

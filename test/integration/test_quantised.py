@@ -193,7 +193,7 @@ def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, 
     small, large = tmp_path / "quantised", tmp_path / "dequantised"
     names = quantise_folder(tmp_path / "plain", small, large, "fp8_block", BLOCKS)
     spec = read_model_spec(small)
-    assert len(names) > 10 and spec.quantization.words == "block FP8"
+    assert len(names) >= 8 and spec.quantization.words == "block FP8"
     counts = check_checkpoint(small, spec), check_checkpoint(large, read_model_spec(large))
     assert counts[0].numbers == counts[1].numbers == count_weights(large)
     saved = counts[1].cpu_bytes - counts[0].cpu_bytes

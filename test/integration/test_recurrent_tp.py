@@ -208,7 +208,7 @@ class Alone:
     def broadcast(self, x: torch.Tensor) -> Any: ...
 
 
-@pytest.mark.parametrize("name", IN_CI)
+@pytest.mark.parametrize("name", [name for name in IN_CI if name != "gpt_oss"])
 def test_a_rank_has_half_of_the_weights_of_the_layers(checkpoints: Any, name: str) -> None:
     """Norms, routers and blocks that are copied are whole."""
     folder = checkpoints(name).folder

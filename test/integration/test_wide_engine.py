@@ -28,9 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5
 """Bound on the error as a share of the largest logit."""
-OWN = ("qwen3_moe", "deepseek_v3", "deepseek_v2_groups")
+OWN = ("qwen3_moe", "deepseek_v3", "deepseek_v2_groups", "gpt_oss")
 GENERIC = [
-    "gpt-oss-20b",
     "GLM-4.5",
     *(
         pytest.param(name, marks=pytest.mark.by_hand)

@@ -320,7 +320,9 @@ def encode(
         "mxfp4": mxfp4,
         "awq": awq,
         "gptq": gptq,
+        "mxfp4_packed": mxfp4,
         "int4_packed": packed_integers,
+        "int4_zeros": lambda s, r, c: packed_integers(s, r, c, zeros=True),
         "int8": int8_rows,
     }
     skipped = [*(quantization.get("ignore") or ()), *(quantization.get("modules_to_not_convert") or ())]
@@ -351,7 +353,9 @@ def _is_named(pattern: str, module: str) -> bool:
 
 
 def _fits(form: str, rows: int, columns: int) -> bool:
-    per_row = {"nvfp4": 16, "int4_packed": 8, "gptq": 8}.get(form, 1)
+    per_row = {"nvfp4": 16, "mxfp4_packed": 32, "int4_packed": 8, "int4_zeros": 8, "gptq": 8}.get(form, 1)
+    if form == "int4_zeros" and rows % 8:
+        return False
     return columns % per_row == 0 and (form not in ("awq", "gptq") or rows % 8 == 0)
 
 

@@ -58,8 +58,18 @@ class ReferenceOps(PlainOps):
         for row in range(x_TD.shape[0]):
             chosen = zip(routes.experts_TA[row].tolist(), routes.weights_TA[row].tolist(), strict=True)
             for expert, weight in chosen:
-                gate, up = (own.gate_up_EGD[expert].float() @ x_TD[row].float()).chunk(2)
-                out_TD[row] += weight * (own.down_EDI[expert].float() @ (gate * torch.sigmoid(gate) * up))
+                both = own.gate_up_EGD[expert].float() @ x_TD[row].float()
+                if own.biases is not None:
+                    both += own.biases.gate_up_EG[expert].float()
+                gate, up = both.chunk(2)
+                alpha = 1.0
+                if own.gate is not None:
+                    alpha, limit = own.gate
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+                result = own.down_EDI[expert].float() @ (gate * torch.sigmoid(alpha * gate) * up)
+                if own.biases is not None and own.biases.down_ED is not None:
+                    result += own.biases.down_ED[expert].float()
+                out_TD[row] += weight * result
         return out_TD.to(x_TD.dtype)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -106,7 +116,11 @@ class ReferenceOps(PlainOps):
             v_KLN = take(v_PKSN, pages).transpose(0, 1).flatten(1, 2)[:, :length]
             q_KGN = q_THN[row].float().view(heads.num_kv_heads, group, heads.head_dim)
             scores = (q_KGN @ k_KLN.transpose(1, 2)) * heads.head_dim**-0.5
-            out[row] = (scores.softmax(-1) @ v_KLN).view(heads.num_heads, heads.head_dim).to(out.dtype)
+            if heads.window is not None:
+                scores[..., : max(0, length - heads.window)] = -torch.inf
+            sinks = torch.full((heads.num_heads,), -torch.inf) if heads.sinks_H is None else heads.sinks_H
+            scores = torch.cat((scores, sinks.view(heads.num_kv_heads, group, 1)), dim=2)
+            out[row] = (scores.softmax(-1)[..., :-1] @ v_KLN).view(heads.num_heads, heads.head_dim).to(out.dtype)
         return out.view(num_rows, -1)
 
     def latent_append(

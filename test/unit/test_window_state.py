@@ -14,10 +14,10 @@ from chitu.engine.memory_budget import kv_layout
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.kv_cache.state_row import StateRow
 from chitu.models.config import ModelSpec
-from chitu.models.generic.masked_attention import AttentionKind
 from chitu.models.generic.window_attention import attend_in_rings
 from chitu.models.window_state import KEYS, VALUES, with_window_state
 from chitu.ops.interface import Batch, Span
+from chitu.ops.masked_attention import AttentionKind
 from chitu.protocol import CacheGroup, StateTensor
 
 PAGE_SIZE = 16

@@ -6,7 +6,7 @@ and v go into the pages of its layer, then each row attends to the positions tha
 let it see. Windows are masks over full pages, of which only those are read that a row can see, or rings in the state
 rows (`window_attention.py`). Nothing of another sequence's page is used: it may hold NaN, which no mask would stop.
 
-Shapes as in `ops/interface.py`, and B sequences with L rows each, M positions of their pages, O numbers of a value.
+Shapes as in `ops/interface.py`, and O numbers of a value.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from chitu.errors import Internal, UnsupportedModel
-from chitu.models.generic.masked_attention import AttentionKind, attend_rows
 from chitu.models.generic.window_attention import attend_in_rings
 from chitu.models.model import KVViews
 from chitu.models.window_state import KEYS, VALUES
-from chitu.ops.fp8_pages import put_rows, take_pages
+from chitu.ops.fp8_pages import put_rows
 from chitu.ops.interface import Batch, HeadSpec, Ops
+from chitu.ops.masked_attention import AttentionKind, attend
 
 KERNEL_WIDTHS = (16, 32, 64, 128)
 """Widths of heads for which the kernels of every device are used."""
@@ -164,65 +164,3 @@ def _by_ops(
 def _padded(x_TKN: torch.Tensor, width: int) -> torch.Tensor:
     """Return the rows with zeros behind them, as wide as a page's."""
     return x_TKN if x_TKN.shape[-1] == width else F.pad(x_TKN, (0, width - x_TKN.shape[-1]))
-
-
-def attend(
-    q_THN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, kind: AttentionKind, width: int
-) -> torch.Tensor:
-    """Return the attention `[T, H, O]` of all rows over the pages of their slots. `width`: O."""
-    out_THO = q_THN.new_empty(*q_THN.shape[:2], width)
-    size = k_PKSN.shape[2]
-    for span in batch.spans:
-        rows, end = slice(span.row, span.row + span.length), span.start + span.length
-        first = _first_seen(span.start, kind) // size
-        pages_P = batch.page_table[span.slot, first : -(-end // size)]
-        k_KMN, v_KMO = (
-            take_pages(x, pages_P, q_THN.dtype).transpose(0, 1).flatten(1, 2)[:, : end - first * size]
-            for x in (k_PKSN, v_PKSN)
-        )
-        columns_M = torch.arange(first * size, end, device=q_THN.device)
-        out_THO[rows] = attend_rows(
-            q_THN[rows].unsqueeze(0),
-            k_KMN.unsqueeze(0),
-            v_KMO[..., :width].unsqueeze(0),
-            batch.positions_T[rows].unsqueeze(0),
-            columns_M.unsqueeze(0),
-            kind,
-        )[0]
-    if batch.decode_slots:
-        rows = slice(batch.decode_row, None)
-        out_THO[rows] = _decode(q_THN[rows], batch, k_PKSN, v_PKSN, kind, width)
-    return out_THO
-
-
-def _first_seen(position: int, kind: AttentionKind) -> int:
-    """Return the first position that a row at `position` sees."""
-    first = 0
-    if kind.window is not None:
-        first = max(first, position - kind.window + 1)
-    if kind.chunk is not None:
-        first = max(first, position // kind.chunk * kind.chunk)
-    return first
-
-
-def _decode(
-    q_BHN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, kind: AttentionKind, width: int
-) -> torch.Tensor:
-    size, table_BP = k_PKSN.shape[2], batch.page_table[batch.slots_T[batch.decode_row :]]
-    positions_B = batch.positions_T[batch.decode_row :]
-    count, reach = -(-batch.max_decode_len // size), min(kind.window or kind.chunk or 0, kind.chunk or kind.window or 0)
-    if reach and reach // size + 2 < count:  # only the pages that a window or chunk can touch, by sequence
-        count = reach // size + 2
-        last_B = positions_B // size
-        columns_BP = (last_B - count + 1).clamp_(min=0).unsqueeze(1) + torch.arange(count, device=q_BHN.device)
-        table_BP = table_BP.gather(1, columns_BP.clamp(max=table_BP.shape[1] - 1))
-        starts_BP = columns_BP * size
-    else:
-        table_BP = table_BP[:, :count]
-        starts_BP = (torch.arange(count, device=q_BHN.device) * size).unsqueeze(0)
-    columns_BM = (starts_BP.unsqueeze(2) + torch.arange(size, device=q_BHN.device)).flatten(1)
-    k_BKMN, v_BKMO = (take_pages(x, table_BP, q_BHN.dtype).transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSN))
-    # Columns past a sequence's end may be in pages of other sequences.
-    foreign_BKMN = (columns_BM > positions_B.unsqueeze(1))[:, None, :, None]
-    k_BKMN, v_BKMO = k_BKMN.masked_fill(foreign_BKMN, 0), v_BKMO[..., :width].masked_fill(foreign_BKMN, 0)
-    return attend_rows(q_BHN.unsqueeze(1), k_BKMN, v_BKMO, positions_B.unsqueeze(1), columns_BM, kind)[:, 0]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from chitu.errors import UnsupportedModel
-from chitu.models.generic.masked_attention import AttentionKind, attend_rows
-from chitu.ops.interface import Batch, Span
+from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span
+from chitu.ops.masked_attention import AttentionKind, attend_rows
+from chitu.ops.sparse_index import rotated
 
 
 def attend_in_rings(
@@ -43,6 +44,24 @@ def attend_in_rings(
         positions_B = batch.positions_T[rows]
         out_THO[rows] = _decode(q_THN[rows], k_TKN[rows], v_TKO[rows], slots_B, positions_B, k_RKWN, v_RKWO, kind)
     return out_THO
+
+
+def heads_in_rings(
+    qkv_TC: torch.Tensor,
+    heads: HeadSpec,
+    rotary: RotaryTable,
+    batch: Batch,
+    k_RKWN: torch.Tensor,
+    v_RKWO: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention `[T, H N]` of a layer of our own code without norms on its heads, and write K and V of all
+    rows into the rings. `qkv_TC`: as for `Ops.rope_append`."""
+    kv, head_dim = heads.num_kv_heads, heads.head_dim
+    each_TMN = qkv_TC.view(qkv_TC.shape[0], -1, head_dim)
+    q_THN, k_TKN, v_TKN = each_TMN.split_with_sizes((heads.num_heads, kv, kv), dim=1)
+    q_THN, k_TKN = (rotated(x, head_dim, rotary, batch.positions_T) for x in (q_THN, k_TKN))
+    kind = AttentionKind(head_dim**-0.5, heads.window, sinks_H=heads.sinks_H)
+    return attend_in_rings(q_THN, k_TKN, v_TKN, batch, k_RKWN, v_RKWO, kind).flatten(1)
 
 
 def _chunk(

@@ -5,6 +5,8 @@ device is full, each split writes a partial result with its log-sum-exp, and a s
 splits depends only on the number of rows, never on lengths, so a CUDA graph stays valid while sequences grow. Lengths
 are `position + 1`, pages come from the slot's row of the page table; the device reads both.
 
+A sink of a head is a score without a key: the sum of the softmax begins with it. Keys before a window are not read.
+
 Pages of e4m3 (`ops/fp8_pages.py`) are widened in registers, which is exact. A key's scale multiplies its scores, a
 value's scale its share, so the numbers of the cache are never scaled themselves.
 
@@ -25,6 +27,9 @@ from chitu.ops.interface import TILE_ROWS
 from chitu.ops.kernels.fp8 import mix, scale_at
 
 LOG2_E = math.log2(math.e)
+PER_NAT = tl.constexpr(LOG2_E)
+NO_SCORE = tl.constexpr(-1e30)
+"""Below every score."""
 DECODE_BLOCK = 64
 """Keys that a program of the decode kernel processes at once."""
 MAX_SPLITS = 64
@@ -61,6 +66,7 @@ def _decode_split(
     partial_ptr,
     lse_ptr,
     out_ptr,
+    sinks_ptr,
     scale,
     page_stride,
     head_stride,
@@ -75,15 +81,23 @@ def _decode_split(
     BLOCK: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Program (row, KV head, split): GROUP query heads over the split's keys."""
+    """Program (row, KV head, split): GROUP query heads over the split's keys. WINDOW: last keys that a row sees, 0 for
+    all. With sinks, the sum of the first split begins with that of the head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(positions_ptr + row) + 1
     pages_ptr = table_ptr + tl.load(slots_ptr + row) * table_stride
-    per_split = tl.cdiv(tl.cdiv(length, BLOCK), num_splits) * BLOCK
-    first = split * per_split
+    if WINDOW == 0:
+        per_split = tl.cdiv(tl.cdiv(length, BLOCK), num_splits) * BLOCK
+        first = split * per_split
+    else:
+        unseen = tl.maximum(length - WINDOW, 0)
+        per_split = tl.cdiv(tl.cdiv(length - unseen, BLOCK), num_splits) * BLOCK
+        first = unseen + split * per_split
     end = tl.minimum(length, first + per_split)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
@@ -93,6 +107,10 @@ def _decode_split(
     q = tl.load(q_ptr + out_row[:, None] * DIM + d[None, :], mask=in_out, other=0.0)
     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0) * PER_NAT
+        top = tl.where(split == 0, sinks, top)
+        total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for start in range(first, end, BLOCK):
         t = start + keys
@@ -155,6 +173,7 @@ def _prefill_tiles(
     tiles_ptr,
     table_ptr,
     out_ptr,
+    sinks_ptr,
     scale,
     page_stride,
     head_stride,
@@ -167,8 +186,11 @@ def _prefill_tiles(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     IS_FP8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Program (tile, query head, ROWS of the tile): each row over its slot's keys up to its own position."""
+    """Program (tile, query head, ROWS of the tile): each row over its slot's keys up to its own position, or the last
+    WINDOW of them."""
     # The last tiles of a prompt have the most keys. They start first, so that short ones fill the device at the end.
     tile_ptr = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1)
@@ -182,12 +204,19 @@ def _prefill_tiles(
     in_q = (r[:, None] < num_rows) & (d[None, :] < DIM)
     at = ((first_row + r[:, None]) * HEADS + head) * DIM + d[None, :]
     q = tl.load(q_ptr + at, mask=in_q, other=0.0)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
+    # A row may see no key of the first blocks of a window; so that its differences are numbers, its top is one.
+    top = tl.full([ROWS], -float("inf") if WINDOW == 0 else NO_SCORE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        top = tl.zeros([ROWS], tl.float32) + tl.load(sinks_ptr + head) * PER_NAT
+        total += 1.0
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     # An empty tile pads a CUDA graph's list: it has no keys either.
     end = tl.where(num_rows > 0, first_position + tl.minimum(num_rows, ROWS), 0)
-    for first in range(0, end, KEYS):
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    for first in range(begin, end, KEYS):
         t = first + tl.arange(0, KEYS)
         page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
         head_start = page * page_stride + (head // GROUP) * head_stride
@@ -199,6 +228,8 @@ def _prefill_tiles(
         if IS_FP8:
             scores *= tl.load(scale_at(k_ptr, head_start, t % PAGE, PAGE, DIM), mask=t < end, other=0.0)[None, :]
         scores = tl.where(t[None, :] <= first_position + r[:, None], scores, -float("inf"))
+        if WINDOW > 0:
+            scores = tl.where(t[None, :] > first_position + r[:, None] - WINDOW, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
@@ -244,8 +275,11 @@ def decode_attention(
     page_table: torch.Tensor,
     out_BHN: torch.Tensor,
     splits: int,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
-    """Compute decoding rows into `out_BHN`: row b attends to positions 0 .. `positions_B[b]` of its slot."""
+    """Compute decoding rows into `out_BHN`: row b attends to positions 0 .. `positions_B[b]` of its slot. `window` and
+    `sinks_H` as in `HeadSpec`."""
     num_rows, heads, dim = q_BHN.shape
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
     group = heads // kv_heads
@@ -261,6 +295,7 @@ def decode_attention(
         partial,
         lse,
         out_BHN,
+        sinks_H if sinks_H is not None else q_BHN,
         dim**-0.5 * LOG2_E,
         k_PKSN.stride(0),
         k_PKSN.stride(1),
@@ -275,6 +310,8 @@ def decode_attention(
         BLOCK=DECODE_BLOCK,
         IS_SPLIT=splits > 1,
         IS_FP8=is_fp8(k_PKSN),
+        WINDOW=window or 0,
+        HAS_SINKS=sinks_H is not None,
         num_warps=4,
         num_stages=3,
     )
@@ -292,9 +329,11 @@ def prefill_attention(
     page_table: torch.Tensor,
     out_THN: torch.Tensor,
     tile: tuple[int, int] | None = None,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> None:
     """Compute the rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own positions, into the same
-    rows of `out_THN`. `tile` overrides `prefill_tile`."""
+    rows of `out_THN`. `tile` overrides `prefill_tile`; `window` and `sinks_H` as in `HeadSpec`."""
     heads, dim = q_THN.shape[1:]
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
     rows, keys = tile or prefill_tile(is_narrow(q_THN.dtype, q_THN.device))
@@ -305,6 +344,7 @@ def prefill_attention(
         tiles_Y4,
         page_table,
         out_THN,
+        sinks_H if sinks_H is not None else q_THN,
         dim**-0.5 * LOG2_E,
         k_PKSN.stride(0),
         k_PKSN.stride(1),
@@ -317,6 +357,8 @@ def prefill_attention(
         ROWS=rows,
         KEYS=keys,
         IS_FP8=is_fp8(k_PKSN),
+        WINDOW=window or 0,
+        HAS_SINKS=sinks_H is not None,
         num_warps=4,
         num_stages=prefill_stages(is_fp8(k_PKSN)),
     )

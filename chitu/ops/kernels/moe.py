@@ -5,7 +5,7 @@ Nothing waits for the device and no size depends on the routing, so a step with 
 tiles as the worst routing needs, and unneeded tiles end at once. Pairs of nobody (`Ops.mixture`) get no tile. A row's
 result depends only on the row and the size class of the batch. Called by `triton_ops.py` on the step thread.
 
-Experts of e4m3 have scales, which are used as in `small_linear.py`.
+Experts of e4m3 have scales, which are used as in `small_linear.py`; those of 4 bits are scaled as they are read.
 
 Shapes as in `routing.py`: R = T A pairs; pair r belongs to row r / A. G = 2 I, gate rows first.
 """
@@ -18,12 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.interface import ExpertBiases
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.kernels.codes import is_packed, launched, load_block
+from chitu.ops.routing_rule import ClampedGate
 from chitu.ops.scaled_weights import Scales
 
 PAIRS_AT_ONCE = 1024
 COLUMNS = 64
-"""Outputs of one program of a product."""
+"""Outputs of one program of a product, but for the largest and the smallest products."""
+MIN_COLUMNS = 16
+LARGE_TILE = 128
+"""Pairs of a tile if experts have many."""
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -91,11 +97,16 @@ def _grouped_product(
     x_ptr,
     weight_ptr,
     scales_ptr,
+    added_ptr,
+    over_ptr,
     order_ptr,
     tiles_ptr,
     out_ptr,
+    bias_ptr,
     per_row,
     num_out,
+    alpha,
+    limit,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
@@ -103,9 +114,16 @@ def _grouped_product(
     IS_GATED: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
+    ON_SUMS: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
-    Gated: input is the pair's row, output o is `silu(gate_o) up_o`. Else the input is the first product's result."""
+    Gated: input is the pair's row, output o is `silu(gate_o) up_o`, or what `ClampedGate` says. Else the input is the
+    first product's result."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     count = tl.load(tile_ptr + 2)
     if count > 0:
@@ -122,26 +140,70 @@ def _grouped_product(
         rows_of_expert = num_out
         if IS_GATED:
             rows_of_expert = 2 * num_out
-        weight_of = weight_ptr + (expert * rows_of_expert + o) * WIDTH
-        scales_of = scales_ptr + (expert * rows_of_expert + o) * RUNS
+        weight_row = expert * rows_of_expert + o
+        scales_of = scales_ptr + weight_row * RUNS
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
         acc = tl.zeros([ROWS, OUT], tl.float32)
         up_acc = tl.zeros([ROWS, OUT], tl.float32)
         for start in range(0, WIDTH, IN):
             c = start + tl.arange(0, IN)
             is_in = c < WIDTH
             x = tl.load(x_ptr + x_of[:, None] + c[None, :], mask=(m < count)[:, None] & is_in[None, :], other=0.0)
-            in_weight = is_out[:, None] & is_in[None, :]
-            w = tl.load(weight_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-            acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, RUNS)
+            w = load_block(
+                weight_ptr,
+                scales_ptr,
+                added_ptr,
+                over_ptr,
+                weight_row,
+                is_out,
+                start,
+                dtype,
+                WIDTH,
+                OUT,
+                IN,
+                RUNS,
+                RUN,
+                UNIT,
+                HAS_ADDED,
+                HAS_OVER,
+            )
+            acc = _with_product(acc, x, w, scales_of, start // RUN, is_out, ON_SUMS)
             if IS_GATED:
-                w = tl.load(weight_of[:, None] + num_out * WIDTH + c[None, :], mask=in_weight, other=0.0)
-                up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, RUNS)
-        if RUNS == 1:
+                w = load_block(
+                    weight_ptr,
+                    scales_ptr,
+                    added_ptr,
+                    over_ptr,
+                    weight_row + num_out,
+                    is_out,
+                    start,
+                    dtype,
+                    WIDTH,
+                    OUT,
+                    IN,
+                    RUNS,
+                    RUN,
+                    UNIT,
+                    HAS_ADDED,
+                    HAS_OVER,
+                )
+                up_acc = _with_product(up_acc, x, w, scales_of + num_out * RUNS, start // RUN, is_out, ON_SUMS)
+        if ON_SUMS == 1:
             acc *= tl.load(scales_of, mask=is_out, other=0.0)[None, :]
             if IS_GATED:
                 up_acc *= tl.load(scales_of + num_out, mask=is_out, other=0.0)[None, :]
+        if HAS_BIAS:
+            bias_of = bias_ptr + expert * rows_of_expert + o
+            acc += tl.load(bias_of, mask=is_out, other=0.0).to(tl.float32)[None, :]
+            if IS_GATED:
+                up_acc += tl.load(bias_of + num_out, mask=is_out, other=0.0).to(tl.float32)[None, :]
         y = acc
-        if IS_GATED:
+        if IS_GATED and IS_CLAMPED:
+            # Comparisons, so that a NaN stays one.
+            gate = tl.where(acc > limit, limit, acc)
+            up = tl.where(up_acc > limit, limit, tl.where(up_acc < -limit, -limit, up_acc))
+            y = gate * tl.sigmoid(gate * alpha) * (up + 1.0)
+        if IS_GATED and not IS_CLAMPED:
             y = acc * tl.sigmoid(acc) * up_acc
         to = out_ptr + pair.to(tl.int64)[:, None] * num_out + o[None, :]
         tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None] & is_out[None, :])
@@ -162,14 +224,46 @@ def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constex
     tl.store(out_ptr + row * width + c, total.to(out_ptr.dtype.element_ty), mask=c < width)
 
 
-def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False) -> int:
-    """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain."""
-    return 16 if narrow or num_pairs <= 16 * num_experts else 64
+def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False, is_scaled: bool = False) -> int:
+    """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain. Sums of
+    the largest need the registers that weights with scales have for these."""
+    if narrow or num_pairs <= 16 * num_experts:
+        return 16
+    return 64 if num_pairs <= 64 * num_experts or is_scaled else LARGE_TILE
+
+
+def columns_for(
+    num_out: int, tile_rows: int, num_programs_a_column: int, num_multiprocessors: int, *, is_gated: bool
+) -> int:
+    """Return the outputs of a program, so that a large tile has 128 columns, and a few tiles of few pairs are enough
+    programs for the device. A gated program computes as many gates as ups. `num_programs_a_column`: most tiles with
+    pairs."""
+    if tile_rows == LARGE_TILE:
+        return COLUMNS if is_gated else 2 * COLUMNS
+    columns = COLUMNS
+    while (
+        tile_rows == 16
+        and columns > MIN_COLUMNS
+        and num_programs_a_column * triton.cdiv(num_out, columns) < 2 * num_multiprocessors
+    ):
+        columns //= 2
+    return columns
 
 
 def product_warps(tile_rows: int, is_gated: bool, scales: Scales | None) -> int:
-    """Return the warps of a program. With a scale for each block it holds two products more in registers."""
+    """Return the warps of a program. With scales of blocks it holds two products more in registers, or numbers."""
+    if tile_rows == LARGE_TILE:
+        return 8
     return 8 if tile_rows == 64 and is_gated and scales is not None and scales.runs > 1 else 4
+
+
+def product_width(tile_rows: int, scales: Scales | None, packed: bool, is_float32: bool) -> int:
+    """Return the inputs of a block: of scales of sums no more than a run; few where numbers of 4 bits become float32
+    operands, which would spill registers."""
+    width = 128 if tile_rows == 16 else 64
+    if packed:
+        return 32 if is_float32 else width
+    return min(width, scales.run & -scales.run) if scales is not None and scales.runs > 1 else width
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -209,18 +303,26 @@ def mixture(
     down_EDI: torch.Tensor,
     gate_up_scales: Scales | None = None,
     down_scales: Scales | None = None,
+    biases: ExpertBiases | None = None,
+    gate: ClampedGate | None = None,
+    num_multiprocessors: int = 1,
 ) -> torch.Tensor:
     """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts. The scales are of
-    weights of e4m3."""
-    num_experts, hidden, inner = down_EDI.shape
+    weights that stay small; `gate` takes the place of silu and product. `num_multiprocessors`: of the device, which
+    small steps shall fill."""
+    num_experts, hidden = down_EDI.shape[:2]
+    inner = gate_up_EGD.shape[1] // 2
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
-    tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))
+    narrow, is_scaled = is_narrow(x_TD.dtype, x_TD.device), gate_up_scales is not None or down_scales is not None
+    tile_rows = tile_rows_for(num_pairs, num_experts, narrow, is_scaled)
     order_R, tiles_Y3 = sort_pairs(experts_TA, num_experts, tile_rows)
     inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     x_TD = x_TD.contiguous()
-    _product(x_TD, gate_up_EGD, gate_up_scales, order_R, tiles_Y3, inner_RI, per_row, tile_rows, is_gated=True)
-    _product(inner_RI, down_EDI, down_scales, order_R, tiles_Y3, y_RD, per_row, tile_rows, is_gated=False)
+    of_gate_up, of_down = (None, None) if biases is None else biases
+    sorted_pairs = order_R, tiles_Y3, per_row, tile_rows, min(num_pairs, num_experts), num_multiprocessors
+    _product(x_TD, gate_up_EGD, gate_up_scales, of_gate_up, inner_RI, *sorted_pairs, is_gated=True, gate=gate)
+    _product(inner_RI, down_EDI, down_scales, of_down, y_RD, *sorted_pairs, is_gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     kernel: Any = _weighted_sum[(x_TD.shape[0], triton.cdiv(hidden, block))]
     kernel(y_RD, weights_TA.contiguous(), out_TD, per_row, hidden, BLOCK=block, num_warps=4)
@@ -231,35 +333,43 @@ def _product(
     x: torch.Tensor,
     weight_EOI: torch.Tensor,
     scales: Scales | None,
+    bias_EO: torch.Tensor | None,
+    out_RO: torch.Tensor,
     order_R: torch.Tensor,
     tiles_Y3: torch.Tensor,
-    out_RO: torch.Tensor,
     per_row: int,
     tile_rows: int,
+    most_experts: int,
+    num_multiprocessors: int,
     *,
     is_gated: bool,
+    gate: ClampedGate | None = None,
 ) -> None:
-    num_out, width = out_RO.shape[1], 128 if tile_rows == 16 else 64
-    if scales is not None and scales.runs > 1:
-        width = min(width, scales.run & -scales.run)
+    num_out, packed = out_RO.shape[1], is_packed(weight_EOI)
+    width = product_width(tile_rows, scales, packed, x.dtype == torch.float32)
+    columns = columns_for(num_out, tile_rows, most_experts, num_multiprocessors, is_gated=is_gated)
     # Columns first: the programs that share a tile's rows run together, and so do those that share an expert.
-    kernel: Any = _grouped_product[(triton.cdiv(num_out, COLUMNS), tiles_Y3.shape[0])]
+    of_weight: dict[str, Any] = launched(weight_EOI, scales, x.shape[1], width)
+    kernel: Any = _grouped_product[(triton.cdiv(num_out, columns), tiles_Y3.shape[0])]
     kernel(
-        x,
-        weight_EOI,
-        scales.factors if scales is not None else x,
-        order_R,
-        tiles_Y3,
-        out_RO,
-        per_row,
-        num_out,
+        x_ptr=x,
+        order_ptr=order_R,
+        tiles_ptr=tiles_Y3,
+        out_ptr=out_RO,
+        bias_ptr=bias_EO if bias_EO is not None else x,
+        per_row=per_row,
+        num_out=num_out,
+        alpha=gate.alpha if gate is not None else 0.0,
+        limit=gate.limit if gate is not None else 0.0,
+        **of_weight,
         WIDTH=x.shape[1],
         ROWS=tile_rows,
-        OUT=COLUMNS,
+        OUT=columns,
         IN=width,
         IS_GATED=is_gated,
-        RUNS=scales.runs if scales is not None else 0,
-        RUN=scales.run if scales is not None else x.shape[1],
+        HAS_BIAS=bias_EO is not None,
+        IS_CLAMPED=gate is not None,
+        ON_SUMS=0 if packed else of_weight["RUNS"],
         num_warps=product_warps(tile_rows, is_gated, scales),
         num_stages=3,
     )

@@ -7,6 +7,8 @@ depends only on the size class of the batch.
 
 A weight of e4m3 (`ops/scaled_weights.py`) is widened to the dtype of the rows in registers, which is exact. Its scales
 multiply sums in float32: one of all inputs the whole sum, one of a run the sum of each block, which never crosses runs.
+Numbers of 4 bits are scaled when a block is read (`codes.py`), since runs are as short as 16 inputs; from there on they
+are like those of a weight without scales.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 
 from chitu.ops.kernels.attention import is_narrow
+from chitu.ops.kernels.codes import is_packed, launched, load_block
 from chitu.ops.scaled_weights import Scales
 
 MAX_ROWS = 64
@@ -50,6 +53,8 @@ def _small_linear(
     x_ptr,
     weight_ptr,
     scales_ptr,
+    added_ptr,
+    over_ptr,
     bias_ptr,
     norm_ptr,
     out_ptr,
@@ -66,16 +71,22 @@ def _small_linear(
     IS_ADDED: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_OVER: tl.constexpr,
+    ON_SUMS: tl.constexpr,
 ):
     """Program: OUT outputs of all rows. Gated: output o is `silu(gate_o) up_o`, the weight's rows o and num_out + o.
-    RUNS: scales of a row of the weight, each of RUN inputs; 0 if it has none."""
+    RUNS: scales of a row of the weight, each of RUN inputs; 0 if it has none. ON_SUMS: those of them that multiply
+    sums."""
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
     r = tl.arange(0, ROWS)
     is_out = o < num_out
-    row_of = o.to(tl.int64) * WIDTH
-    up_of = (o + num_out).to(tl.int64) * WIDTH
+    gate_row = o.to(tl.int64)
+    up_row = (o + num_out).to(tl.int64)
     scales_of = scales_ptr + o * RUNS
     up_scales_of = scales_ptr + (o + num_out) * RUNS
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     squares = tl.zeros([ROWS, IN], tl.float32)  # summed once at the end: a sum synchronises all warps
     # One row: products are kept apart and summed once at the end; a tensor core would need 16 rows.
     if ROWS == 1:
@@ -92,19 +103,52 @@ def _small_linear(
             wide = x.to(tl.float32)
             squares += wide * wide
             x = (wide * tl.load(norm_ptr + c, mask=is_in, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        in_weight = is_out[:, None] & is_in[None, :]
-        w = tl.load(weight_ptr + row_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-        acc = _with_product(acc, w, x, scales_of, start // RUN, is_out, ROWS, RUNS)
+        w = load_block(
+            weight_ptr,
+            scales_ptr,
+            added_ptr,
+            over_ptr,
+            gate_row,
+            is_out,
+            start,
+            dtype,
+            WIDTH,
+            OUT,
+            IN,
+            RUNS,
+            RUN,
+            UNIT,
+            HAS_ADDED,
+            HAS_OVER,
+        )
+        acc = _with_product(acc, w, x, scales_of, start // RUN, is_out, ROWS, ON_SUMS)
         if IS_GATED:
-            w = tl.load(weight_ptr + up_of[:, None] + c[None, :], mask=in_weight, other=0.0)
-            up_acc = _with_product(up_acc, w, x, up_scales_of, start // RUN, is_out, ROWS, RUNS)
+            w = load_block(
+                weight_ptr,
+                scales_ptr,
+                added_ptr,
+                over_ptr,
+                up_row,
+                is_out,
+                start,
+                dtype,
+                WIDTH,
+                OUT,
+                IN,
+                RUNS,
+                RUN,
+                UNIT,
+                HAS_ADDED,
+                HAS_OVER,
+            )
+            up_acc = _with_product(up_acc, w, x, up_scales_of, start // RUN, is_out, ROWS, ON_SUMS)
     if ROWS == 1:
         y = tl.sum(acc, 1)[:, None]
         up = tl.sum(up_acc, 1)[:, None]
     else:
         y = acc
         up = up_acc
-    if RUNS == 1:
+    if ON_SUMS == 1:
         y *= tl.load(scales_of, mask=is_out, other=0.0)[:, None]
         if IS_GATED:
             up *= tl.load(up_scales_of, mask=is_out, other=0.0)[:, None]
@@ -176,14 +220,16 @@ def tiles_for(
     return tiles
 
 
-def scaled_tiles(tiles: Tiles, scales: Scales, shared_bytes: int, is_gated: bool) -> Tiles:
-    """Return tiles for a weight with scales: blocks of the sum end where runs end, and none is so wide that registers
-    spill. As many bytes are in flight as before, if memory allows: more stages of narrower blocks. Not measured."""
-    width = min(tiles.width, scales.run & -scales.run) if scales.runs > 1 else tiles.width
-    if tiles.rows * tiles.out > 1024:
+def scaled_tiles(tiles: Tiles, scales: Scales, shared_bytes: int, is_gated: bool, packed: bool = False) -> Tiles:
+    """Return tiles for a weight with scales: none is so wide that registers spill, and blocks of the sum end where runs
+    end, unless the codes are `packed` in 4 bits. As many bytes are in flight as before, if memory allows: more stages
+    of narrower blocks. Not measured."""
+    width = min(tiles.width, scales.run & -scales.run) if scales.runs > 1 and not packed else tiles.width
+    if tiles.rows * tiles.out > 1024 or (packed and tiles.rows > 1):
         width = min(width, 128)
     stages = min(MAX_STAGES, tiles.stages * tiles.width // width)
-    stage_bytes = width * (2 * tiles.rows + (1 + is_gated) * tiles.out)
+    weight_bytes = (1 + is_gated) * tiles.out // (2 if packed else 1)
+    stage_bytes = width * (2 * tiles.rows + weight_bytes)
     return replace(tiles, width=width, stages=max(1, min(stages, shared_bytes // stage_bytes)))
 
 
@@ -208,8 +254,8 @@ def small_linear(
     is_gated: bool = False,
     is_added: bool = False,
 ) -> None:
-    """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows. `scales`: of a weight of
-    e4m3."""
+    """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows. `scales`: of a weight
+    that stays small."""
     num_rows, num_out = out_TO.shape
     device = x_TI.device
     shared_bytes, is_hopper = chip_of(device)
@@ -222,20 +268,20 @@ def small_linear(
         shared_bytes=shared_bytes,
         is_hopper=is_hopper,
     )
-    runs = scales.runs if scales is not None else 0
+    packed = is_packed(weight)
     if scales is not None:
-        tiles = scaled_tiles(tiles, scales, shared_bytes, is_gated)
+        tiles = scaled_tiles(tiles, scales, shared_bytes, is_gated, packed)
+    of_weight: dict[str, Any] = launched(weight, scales, x_TI.shape[1], tiles.width)
     kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
     kernel(
-        x_TI,
-        weight,
-        scales.factors if scales is not None else x_TI,
-        bias if bias is not None else x_TI,
-        norm_I if norm_I is not None else x_TI,
-        out_TO,
-        eps,
-        num_rows,
-        num_out,
+        x_ptr=x_TI,
+        bias_ptr=bias if bias is not None else x_TI,
+        norm_ptr=norm_I if norm_I is not None else x_TI,
+        out_ptr=out_TO,
+        eps=eps,
+        num_rows=num_rows,
+        num_out=num_out,
+        **of_weight,
         WIDTH=x_TI.shape[1],
         ROWS=tiles.rows,
         OUT=tiles.out,
@@ -244,8 +290,7 @@ def small_linear(
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         IS_ADDED=is_added,
-        RUNS=runs,
-        RUN=scales.run if scales is not None else x_TI.shape[1],
+        ON_SUMS=0 if packed else of_weight["RUNS"],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
