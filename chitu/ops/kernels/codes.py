@@ -22,6 +22,7 @@ def load_block(
     added_ptr,
     over_ptr,
     o,
+    below,
     is_out,
     start,
     dtype: tl.constexpr,
@@ -34,13 +35,14 @@ def load_block(
     HAS_ADDED: tl.constexpr,
     HAS_OVER: tl.constexpr,
 ):
-    """Return the IN numbers from `start` on of the outputs `o`, `[OUT, IN]`, 0 where `is_out` is not set: of their own
-    type, or of `dtype` if they are stored in 4 bits. UNIT: inputs of which all have the same scale."""
+    """Return the IN numbers from `start` on of the outputs `below` rows under `o`, `[OUT, IN]`, 0 where `is_out` is not
+    set: of their own type, or of `dtype` if they are stored in 4 bits. UNIT: inputs of which all have the same scale.
+    """
     if weight_ptr.dtype.element_ty == tl.uint8 or weight_ptr.dtype.element_ty == tl.int8:
         BYTES: tl.constexpr = (WIDTH + 1) // 2
         b = start // 2 + tl.arange(0, IN // 2)
         in_weight = is_out[:, None] & (b < BYTES)[None, :]
-        pairs = tl.load(weight_ptr + (o * BYTES)[:, None] + b[None, :], mask=in_weight, other=0)
+        pairs = tl.load(weight_ptr + (o * BYTES)[:, None] + below * BYTES + b[None, :], mask=in_weight, other=0)
         if weight_ptr.dtype.element_ty == tl.int8:
             codes = tl.join((pairs << 4) >> 4, pairs >> 4)
             numbers = codes.to(tl.float32)
@@ -49,11 +51,11 @@ def load_block(
             numbers = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * _UNIT
         numbers = tl.reshape(numbers, [OUT, IN // UNIT, UNIT])
         first = start + tl.arange(0, IN // UNIT) * UNIT
-        at = (o * RUNS)[:, None] + (first // RUN)[None, :]
+        at = (o * RUNS)[:, None] + below * RUNS + (first // RUN)[None, :]
         in_scales = is_out[:, None] & (first < WIDTH)[None, :]
         factors = tl.load(scales_ptr + at, mask=in_scales, other=0.0).to(tl.float32)
         if HAS_OVER:
-            factors *= tl.load(over_ptr + o, mask=is_out, other=0.0)[:, None]
+            factors *= tl.load(over_ptr + o + below, mask=is_out, other=0.0)[:, None]
         numbers *= factors[:, :, None]
         if HAS_ADDED:
             numbers += tl.load(added_ptr + at, mask=in_scales, other=0.0).to(tl.float32)[:, :, None]
@@ -61,7 +63,7 @@ def load_block(
     else:
         c = start + tl.arange(0, IN)
         in_weight = is_out[:, None] & (c < WIDTH)[None, :]
-        block = tl.load(weight_ptr + (o * WIDTH)[:, None] + c[None, :], mask=in_weight, other=0.0)
+        block = tl.load(weight_ptr + (o * WIDTH)[:, None] + below * WIDTH + c[None, :], mask=in_weight, other=0.0)
     return block
 
 

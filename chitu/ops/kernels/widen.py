@@ -47,6 +47,7 @@ def _widen(
         added_ptr,
         over_ptr,
         o,
+        0,
         o >= 0,
         start,
         dtype,
