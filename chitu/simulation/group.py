@@ -19,7 +19,7 @@ from chitu.simulation.events import Events, InstanceClock
 from chitu.simulation.profile import EngineProfile
 
 
-class Member(Protocol):
+class GroupMember(Protocol):
     """An instance of the group (`SimulatedInstance`)."""
 
     is_gone: bool
@@ -47,7 +47,7 @@ class SimulatedGroup:
     def __init__(self, world: GroupWorld, profile: EngineProfile) -> None:
         self._world = world
         self._profile = profile
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self._id = 0
         self._launched: dict[TimedExecutor, LaunchedStep] = {}
         self._others: dict[TimedExecutor, list[StepSizes]] = {}
@@ -99,7 +99,7 @@ class SimulatedGroup:
         ends_s = [step.end_s for step in waited if isinstance(step, TimedStep)]
         self._world.events.at(max([now_s, *ends_s]), self._end_turn)
 
-    def _settle(self, members: Sequence[Member]) -> None:
+    def _settle(self, members: Sequence[GroupMember]) -> None:
         """Say how long the step takes that the members have launched in this turn, and to each what the others
         compute."""
         steps = list(self._launched.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
@@ -171,6 +171,7 @@ class Checks(FakeExecutor):
         super().__init__(msgspec.structs.replace(info, checks_rows=True), *more)
 
 
+@settings(suppress_health_check=[HealthCheck.large_base_example])
 @given(loads, st.integers(17, 50), st.sets(st.integers(0, 19)), st.booleans(), st.randoms(use_true_random=False))
 def test_a_row_that_its_step_finds_damaged_gives_no_token_and_costs_its_own_request_alone(
     load: list[tuple[int, int, int]], num_pages: int, damaged: set[int], overlap: bool, rng: random.Random
