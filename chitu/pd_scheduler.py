@@ -3,6 +3,9 @@
 With `overlap` a turn launches a step and then reads the one before it, so the device has the next step as soon as it
 finishes one. Without it, a turn reads the step that it launched. At most one launched step is unread between two turns.
 
+With a lane for prompts the chunks of a step compute beside it and the steps after it. They are accounted for when they
+are read: as soon as a turn finds them done, or when there is nothing else to compute.
+
 Runs on the step thread. Any thread may call the methods under "any thread"; the step thread alone calls the rest. It
 owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing is behind
 `Executor`, peers are behind the role. So a whole P or D runs in a test without a port or torch.
@@ -13,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -36,6 +39,16 @@ logger = logging.getLogger(__name__)
 
 CHECK_AFTER_S = 0.05
 """Time without requests after which the accounting of pages is checked."""
+
+
+@dataclass(slots=True, frozen=True)
+class _BesideStep:
+    """Chunks in the lane of prompts."""
+
+    handle: StepHandle
+    step: Step
+    planned_s: float
+    work: StepWork | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +97,7 @@ class PDScheduler:
         """Any thread may give it an order, and read its report."""
         self._frozen_since_s: float | None = None
         self._pending: _LaunchedStep | None = None
+        self._beside: _BesideStep | None = None
         self._launched: _LaunchedStep | None = None
         """The step of the present turn, between `begin` and `end`."""
         self._has_lent = False
@@ -166,7 +180,9 @@ class PDScheduler:
         """End a turn: read a step, and send what it sampled. Return as `step` does."""
         launched, self._launched = self._launched, None
         self._sync_step()
-        if launched is not None:
+        if launched is None:
+            self._sync_beside()  # there is nothing else to compute
+        else:
             self._pending = launched
             if not self._core.settings.overlap:
                 self._sync_step()
@@ -185,8 +201,10 @@ class PDScheduler:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
         self._ends.expire()
+        if self._beside is not None and self._beside.handle.is_done():
+            self._sync_beside()
         if self._faults.must_check and self._offered is None:  # which takes several steps
-            self._sync_step()
+            self._sync_all()
             self._faults.check_device()
         if self._pending is not None and self._pending.drafted:
             self._sync_step()  # the next step begins where its drafts end
@@ -203,7 +221,7 @@ class PDScheduler:
         weights = self._due_weights()
         if weights is None:
             return
-        self._sync_step()
+        self._sync_all()
         fingerprint = self.weights.change(weights)
         self._arrivals.flush_cache()
         self._cache.use_fingerprint(fingerprint)
@@ -235,7 +253,7 @@ class PDScheduler:
 
     def close(self) -> None:
         """Read the step in flight, so that nothing computes any longer. After all turns."""
-        self._sync_step()
+        self._sync_all()
         if not self._is_checked and self.is_idle:
             self._check_idle()
         self._tokens.flush(self._clock.monotonic())
@@ -249,7 +267,8 @@ class PDScheduler:
     def is_done(self) -> bool:
         """Whether nothing is left to do here: a request that is left is over and waits for a peer."""
         over = len(self._sequences.of(SequenceState.CLOSING)) + len(self._sequences.of(SequenceState.LEAVING))
-        return not (self._inbox or len(self._arrivals)) and len(self._sequences) == over and self._pending is None
+        is_read = self._pending is None and self._beside is None
+        return not (self._inbox or len(self._arrivals)) and len(self._sequences) == over and is_read
 
     def _check_idle_soon(self) -> None:
         """Check once nothing has come for a while: it takes a millisecond, which the next request would wait."""
@@ -273,6 +292,8 @@ class PDScheduler:
         plan = StepPlan()
         step = self._role.schedule(plan)
         while step is None:
+            if self._pending is None:
+                self._sync_beside()
             self._sync_step()
             step = self._role.schedule(plan)
         is_full = sum(chunk.length for chunk in step.chunks) >= step.most_tokens
@@ -289,13 +310,31 @@ class PDScheduler:
         self._resources.launched()
         handle: StepHandle
         try:
-            handle = self._executor.launch(step.plan, self._on_layer(self._pending) if step.chunks else None)
+            if step.is_beside:
+                step, handle = self._launch_beside(step)
+            else:
+                handle = self._executor.launch(step.plan, self._on_layer(self._pending) if step.chunks else None)
         except Internal:
             raise
         except Exception as error:
             self._sync_step()  # the step before was launched without an error
+            self._sync_beside()
             step, handle = self._faults.repeat(step, error)
-        chunks, work = step.chunks, self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
+        work = self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
+        return self._account(step, handle, self._planned_s, work)
+
+    def _launch_beside(self, step: Step) -> tuple[Step, StepHandle]:
+        """Launch a step with its chunks in the lane of prompts, and return the rest of it."""
+        assert self._core.engine.lane is not None
+        handle, beside = self._core.engine.lane.launch_beside(step.plan, self._on_layer(None))
+        self._resources.launched_beside()
+        chunks = Step(StepPlan(prefill=step.plan.prefill), [], step.chunks, [], step.most_tokens)
+        self._beside = _BesideStep(beside, chunks, self._planned_s, self._load.pace.work_of(step.chunks, [], {}))
+        return replace(step, chunks=[], is_beside=False), handle
+
+    def _account(self, step: Step, handle: StepHandle, planned_s: float, work: StepWork | None) -> _LaunchedStep:
+        """Account for a launched step as if it were done."""
+        chunks = step.chunks
         drafted = {sequence.slot: len(tokens) for sequence, tokens in step.drafts.items()}
         has_first = bool(step.first_tokens) or any(chunk.is_last for chunk in chunks)
         sequences = self._role.after_launch(step)
@@ -308,7 +347,7 @@ class PDScheduler:
             chunk_slots,
             slots,
             sequences,
-            self._planned_s,
+            planned_s,
             work,
             of_group,
             len(step.decoding),
@@ -352,15 +391,44 @@ class PDScheduler:
         if step is None:
             return
         result = step.handle.result()
+        before_s, self._read_s = self._read_s, self._clock.monotonic()
+        if step.work is not None:
+            self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s), step.others)
+        self._take_result(step, result)
+
+    def _sync_beside(self) -> None:
+        """Read the chunks in the lane of prompts, if any; afterwards none are there. If they raised, the sequences at
+        fault fail and the rest is computed again."""
+        beside, self._beside = self._beside, None
+        if beside is None:
+            return
+        handle, step = beside.handle, beside.step
+        try:
+            result = handle.result()
+        except Internal:
+            raise
+        except Exception as error:
+            self._sync_step()
+            step, handle = self._faults.repeat(step, error)
+            result = handle.result()
+        if beside.work is not None:
+            self._load.pace.note(beside.work, self._clock.monotonic() - beside.planned_s)
+        launched = self._account(step, handle, beside.planned_s, beside.work)
+        self._take_result(launched, result, is_beside=True)
+
+    def _sync_all(self) -> None:
+        """Read what is in flight in both lanes."""
+        self._sync_step()
+        self._sync_beside()
+
+    def _take_result(self, step: _LaunchedStep, result: StepResult, is_beside: bool = False) -> None:
+        """Take what a step has computed, which the device touches no longer."""
         sequences = self._drawn(step, result)
         damaged = self._role.take_rows(sequences, result.rows) if result.rows else []
         if step.num_decoding and self._core.drafts.is_on:
             accepted = len(result.slots) - len(step.slots)
             self._load.pace.note_drafts(step.num_decoding, sum(step.drafted.values()), accepted)
-        before_s, self._read_s = self._read_s, self._clock.monotonic()
-        if step.work is not None:
-            self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s), step.others)
-        self._resources.read()
+        self._resources.read(is_beside)
         self._load.steps += 1
         if not is_sound(result):
             self._end_unsound(step, result, damaged)

@@ -17,6 +17,7 @@ DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
+    "lanes": "time between tokens beside prompts, one lane and two",
     "profile": "how fast an engine is, for chitu size",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
 }

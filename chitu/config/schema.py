@@ -139,6 +139,11 @@ class SchedulerConfig(Section, frozen=True):
     graphs: Literal["auto", "off"] = "auto"
     """Recorded steps (CUDA graphs). `auto`: on CUDA, of models that our own code computes and that have no recurrent
     state or sparse attention. `off`: none, if the capture of a library's calls fails."""
+    lanes: Literal["auto", 1, 2] = "auto"
+    """In how many lanes a unified instance computes. 1: chunks of prompts compute in the steps that decode. 2: they
+    compute beside these, each on its share of the cores: streams wait less for prompts, and prompts take longer. On
+    CPUs with two threads at least, of single ranks, and of models that our own code computes, without recurrent state,
+    LoRA adapters or a layer that drafts. `auto`: 1."""
     speculation: Literal["auto", "text", "mtp", "off"] = "auto"
     """Speculative decoding: draft tokens are computed ahead in the step of a request and kept where they are the tokens
     that are drawn anyway, so no answer changes. `text`: drafts are what followed the newest tokens earlier in the

@@ -23,7 +23,9 @@ from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology, WeightForm
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, computes_prompts, threads_of
+from chitu.engine.executor import PromptLane
 from chitu.engine.expert_group import ExpertGroup, GroupLinks
+from chitu.engine.lanes import lane_problems, num_lanes
 from chitu.engine.memory_budget import (
     DeviceMemory,
     HostMemory,
@@ -173,6 +175,8 @@ class RankEngine:
     """Compiled grammars; None on a rank that does not sample."""
     weights: RankWeights
     """Changes the model's weights while it serves."""
+    lane: PromptLane | None
+    """The runner, if it computes prompts beside decode steps."""
     make_sampler: Callable[[], tuple[Sampler, GrammarStore]]
     """Makes what D and unified instances sample with; P's own sampler, if any, follows no grammars."""
 
@@ -271,7 +275,8 @@ def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
     layout = kv_layout(spec, cache.page_size, kv_dtype, instance.config.tp_size, model_hash(path, spec.code), dtype)
     adapters = tuple(read_adapters(topology.model.adapters, spec, path))
     layout = msgspec.structs.replace(layout, adapters=hashes_of(adapters))
-    for problem in (*state_problems(topology, spec, [instance]), *expert_problems(spec, [instance])):
+    problems = *state_problems(topology, spec, [instance]), *expert_problems(spec, [instance])
+    for problem in (*problems, *lane_problems(topology, spec, [instance])):
         raise ConfigError(problem)
     return _Target(topology, instance, tp_rank, device, spec, dtype, kv_dtype, layout, adapters)
 
@@ -395,7 +400,11 @@ def _assemble(
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
-    return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
+    lane = None
+    if num_lanes(topology.scheduler, target.instance) == 2:
+        runner.use_lanes(threads)
+        lane = runner
+    return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, lane, make_sampler)
 
 
 def greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:

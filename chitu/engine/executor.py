@@ -317,6 +317,17 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class PromptLane(Protocol):
+    """An executor with a second lane, in which the chunks of prompts compute while steps go on."""
+
+    def launch_beside(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> tuple[StepHandle, StepHandle]:
+        """Launch a step whose chunks compute in the lane of prompts. Return the handle of everything else, to be read
+        as that of `launch`, and that of the chunks, to be read in any order with those of the steps launched meanwhile,
+        none of which has chunks. Raises as `launch` does, and then nothing computes in the lane. What the chunks raise
+        is raised by their `result`. `on_layer` may be called by another thread."""
+        ...
+
+
 class Lockstep(Protocol):
     """The steps of a member of a group that shares experts (`lockstep.py`). Step thread only."""
 

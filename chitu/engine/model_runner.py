@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from chitu.engine.batch import SlotTable, upload, upload_tensor
+from chitu.engine.batch import SlotTable, upload
 from chitu.engine.draft_waves import DraftWaves, Drawn
 from chitu.engine.executor import (
     MAX_DRAFT,
     Admit,
-    CopyPage,
-    CopyState,
     ExecutorInfo,
     FirstToken,
-    KeepState,
     LayerCallback,
     PrefillChunk,
     Shapes,
@@ -33,7 +32,9 @@ from chitu.engine.executor import (
     run_warmup,
 )
 from chitu.engine.expert_group import ExpertGroup
+from chitu.engine.lanes import Lanes
 from chitu.engine.mtp import Forwarded, MtpDrafts
+from chitu.engine.pool_moves import PoolMoves
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
 from chitu.engine.shared_draws import SharedDraws, share_draws
@@ -54,26 +55,15 @@ from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.device_rows import RowSums
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
 from chitu.models.layers import DecoderModel, Shard
 from chitu.models.model import Model
 from chitu.models.tensors import copy_numbers
-from chitu.ops.interface import Span
+from chitu.ops.interface import Ops, Span
 from chitu.types import Ready
 
 if TYPE_CHECKING:
     from chitu.ops.kernels.greedy import GreedyKernels
-
-
-class _Saved(NamedTuple):
-    """Host copy of what a retracted sequence had."""
-
-    kv_len: int
-    pages: list[torch.Tensor]
-    """For each shape of regions `[regions, pages, ...]`."""
-    state: torch.Tensor | None
-    """Its state row; None without one."""
 
 
 class ModelRunner:
@@ -125,6 +115,9 @@ class ModelRunner:
             pool.scratch_page,
             pool.num_state_slots,
         )
+        self._lanes: Lanes | None = None
+        self._beside_ops: Ops | None = None
+        """What computes in the lane of prompts."""
         self._graphs: StepGraphs | None = None
         if recording is not None:
             if pool.scratch_page is None:
@@ -142,16 +135,13 @@ class ModelRunner:
         """Forwards of the step that is being launched, before the final norm, for drafts by the model."""
         self._warmup_prompts = warmup_prompts
         self._experts = experts
-        self._shapes = pool.layout.shapes
-        self._saved: dict[int, _Saved] = {}
+        self._moves = PoolMoves(self._slots, pool)
         self._least_rows: int | None = None
         """Rows that a recording must have in the step that is being launched (`_recorded_rows`)."""
         self._drafts: dict[int, tuple[int, ...]] = {}
         """Drafts of the step that is being launched, by slot."""
         self._failures: dict[int, str] = {}
         """Reasons, by slot, why its draws have no token."""
-        self._kept: dict[int, StateStamp] = {}
-        """Stamps of the state rows that plans have kept, as on the device once what is launched is done."""
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._waves = DraftWaves(self._slots, self._logprobs)
         self._prompt_lines: dict[int, torch.Tensor] = {}
@@ -217,6 +207,55 @@ class ModelRunner:
             found = self._prompt_lines, self._failures, self._checks, guesses, self._rows
             return self._tokens.launched(slots, tokens_N, lines, *found)
 
+    def use_lanes(self, threads: int) -> None:
+        """Have a second lane (`launch_beside`), which shares these threads of the CPU with the step thread."""
+        why = "" if isinstance(self._model, DecoderModel) and self._model.shard is None else "the model"
+        why = why or ("a group that shares experts" if self._experts is not None else "")
+        why = why or ("a device with a queue" if self._device.type != "cpu" else "")
+        why = why or ("a recurrent state" if self._pool.num_state_slots else "")
+        if why := why or ("a layer that drafts" if self._mtp is not None else ""):
+            raise Internal(f"{why} allows no second lane")
+        self._lanes = Lanes(threads, torch.set_num_threads)
+
+    def launch_beside(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> tuple[StepHandle, StepHandle]:
+        lanes, model = self._lanes, self._model
+        if lanes is None or not isinstance(model, DecoderModel):
+            raise Internal("there is no lane for prompts")
+        with torch.inference_mode():
+            self._begin(plan)
+            batch, token_ids_T = self._slots.build(plan.prefill, ())
+        if self._beside_ops is None:
+            self._beside_ops = model.ops.beside()
+        beside = replace(model, ops=self._beside_ops)
+
+        def compute() -> torch.Tensor:
+            with torch.inference_mode():
+                return beside.forward(token_ids_T, batch, self._pool, on_layer)
+
+        chunks = lanes.start(compute, partial(self._read_beside, plan.prefill, batch.spans))
+        try:
+            rest = StepPlan(first_tokens=plan.first_tokens, decode=plan.decode, drafts=plan.drafts)
+            return self.launch(rest), chunks
+        except BaseException:
+            chunks.drop()
+            raise
+
+    def _read_beside(self, chunks: list[PrefillChunk], spans: Sequence[Span], hidden_TD: torch.Tensor) -> StepResult:
+        """Draw the first tokens of chunks that were computed in the lane of prompts: the step thread alone touches the
+        slots and the sampler."""
+        with torch.inference_mode():
+            self._forget_step()
+            ends = [span.row + span.length - 1 for span in spans]
+            slots = [chunk.slot for chunk in chunks if chunk.sample]
+            drawn = self._draw(chunks, [], slots, 0, (hidden_TD, ends, hidden_TD.shape[0]))
+            tokens_N = drawn.tokens_N if drawn is not None else None
+            if self._sampler is not None:
+                self._failures.update(self._sampler.take_failures())
+            found = self._prompt_lines, self._failures, self._checks
+            return self._tokens.launched(
+                slots if drawn is not None else [], tokens_N, joined(self._lines), *found
+            ).result()
+
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and return its result."""
         return self.launch(plan, on_layer).result()
@@ -247,11 +286,13 @@ class ModelRunner:
 
     @property
     def saved_keys(self) -> frozenset[int]:
-        return frozenset(self._saved)
+        return self._moves.saved_keys
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
-        self._saved.clear()
+        self._moves.clear()
+        if self._lanes is not None:
+            self._lanes.close()
 
     # --------------------------------------------------------------------------------------------- the step, in order
 
@@ -259,33 +300,11 @@ class ModelRunner:
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
-        self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
-        self._forwarded, self._rows = [], None
-        self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
-        self._require_possible(plan)
-        self._least_rows = self._recorded_rows(plan)
-        if self._experts is not None:
-            self._experts.begin(plan.sizes)
-        for offload in plan.offload:
-            self._offload(offload.slot, offload.key)
-        for slot in plan.release:
-            self._release(slot)
-        for key in plan.drop:
-            self._saved.pop(key, None)
-        numbers = self._admit_all(plan)
-        if plan.copy:
-            self._copy_pages(plan.copy)
-        for copy in plan.copy_state:
-            self._copy_state(copy)
-        for keep in plan.keep_state:
-            self._keep_state(keep)
-        for restore in plan.restore:
-            self._restore(restore.slot, restore.key)
-
+        numbers_3R = self._begin(plan)
         slots: list[int] = []
         tokens: list[torch.Tensor] = []
         if plan.first_tokens and self._model.is_main:
-            tokens.append(self._draw_first(plan.first_tokens, numbers.view(3, -1)))
+            tokens.append(self._draw_first(plan.first_tokens, numbers_3R))
             slots.extend(first.slot for first in plan.first_tokens)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
@@ -301,6 +320,31 @@ class ModelRunner:
         if not tokens:
             return [], None, None
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
+
+    def _forget_step(self) -> None:
+        """Forget what was noted of the step launched last."""
+        self._lines, self._prompt_lines, self._checks, self._failures = [], {}, [], {}
+        self._forwarded, self._drafts, self._rows = [], {}, None
+
+    def _begin(self, plan: StepPlan) -> torch.Tensor:
+        """Change the slots as the plan says, before it computes. Return aux rows, slots and positions of the first
+        tokens, on the device."""
+        self._forget_step()
+        self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
+        self._require_possible(plan)
+        self._least_rows = self._recorded_rows(plan)
+        if self._experts is not None:
+            self._experts.begin(plan.sizes)
+        for offload in plan.offload:
+            self._moves.save(offload.slot, offload.key)
+            self._release(offload.slot)
+        for slot in plan.release:
+            self._release(slot)
+        for key in plan.drop:
+            self._moves.drop(key)
+        numbers = self._admit_all(plan)
+        self._moves.move(plan)
+        return numbers.view(3, -1)
 
     def _share(
         self, shard: Shard, plan: StepPlan, slots: Sequence[int], tokens_N: torch.Tensor | None
@@ -435,7 +479,18 @@ class ModelRunner:
         is_recorded = self._least_rows is not None and decoding
         if is_recorded and self._graphs is not None and self._is_recorded(self._graphs, decoding):
             return self._replay_decode(self._graphs, decoding, first_place)
-        hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
+        return self._draw(chunks, decoding, sampled_slots, first_place, self._compute(chunks, decoding, on_layer))
+
+    def _draw(
+        self,
+        chunks: list[PrefillChunk],
+        decoding: list[int],
+        sampled_slots: list[int],
+        first_place: int,
+        computed: tuple[torch.Tensor, list[int], int],
+    ) -> Drawn | None:
+        """Do what `_forward` does behind the layers. `computed`: as `_compute` returns it."""
+        hidden_TD, ends, decode_row = computed
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.logprobs >= 0:
                 self._note_prompt_logprobs(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
@@ -496,7 +551,7 @@ class ModelRunner:
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
         self._note_forward(hidden_TD, batch.spans, batch.decode_slots)
         if self._pool.num_state_slots and batch.spans:
-            self._stamp(batch.spans)
+            self._moves.stamp(batch.spans)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
 
     def _note_forward(self, hidden_TD: torch.Tensor, spans: Sequence[Span], decode_slots: Sequence[int]) -> None:
@@ -505,14 +560,6 @@ class ModelRunner:
 
     def _has_adapter(self, chunks: list[PrefillChunk]) -> bool:
         return self._slots.has_adapter(chunk.slot for chunk in chunks)
-
-    def _stamp(self, spans: Sequence[Span]) -> None:
-        """Stamp the state rows of computed chunks, behind the writes to them (`state_row.py`). Decode steps stamp
-        nothing: a row leaves an instance only with the last chunk of a prompt."""
-        stamps = self._slots.stamps(spans)
-        rows_XB = torch.frombuffer(bytearray(b"".join(stamp.pack() for _, stamp in stamps)), dtype=torch.uint8)
-        rows_XB = upload_tensor(rows_XB.view(len(stamps), -1), self._device)
-        self._pool.state_rows[upload([row for row, _ in stamps], self._device), : rows_XB.shape[1]] = rows_XB
 
     def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> Drawn | None:
         rows, positions = slots, self._slots.advance_decode(slots)
@@ -598,9 +645,8 @@ class ModelRunner:
     def _admit(self, admit: Admit, token_ids: torch.Tensor) -> None:
         if self._mtp is not None:
             self._mtp.admit(admit.slot, admit.kv_len)
-        self._kept.pop(admit.state_slot, None)
-        if admit.state_slot >= 0 and not admit.kv_len:  # also of NaN that the former owner may have left
-            self._pool.state_rows[admit.state_slot].zero_()
+        if admit.state_slot >= 0:
+            self._moves.take_state(admit.state_slot, is_new=not admit.kv_len)
         if admit.sampling is not None:
             if self._sampler is None:
                 raise Internal("this executor has no sampler")
@@ -613,52 +659,6 @@ class ModelRunner:
         if self._slots.release(slot).samples and self._sampler is not None:
             self._sampler.release(slot)
             self._logprobs.release(slot)
-
-    def _offload(self, slot: int, key: int) -> None:
-        if key in self._saved:
-            raise Internal(f"key {key} holds a saved sequence already")
-        kv_len, state_slot = self._slots[slot].kv_len, self._slots[slot].state_slot
-        pages = self._slots.pages_of(slot, kv_len)
-        regions = self._pool.regions
-        content = [torch.stack([regions[index][pages] for index in shape.regions]).cpu() for shape in self._shapes]
-        state = self._pool.state_rows[state_slot].clone().cpu() if state_slot >= 0 else None
-        self._saved[key] = _Saved(kv_len, content, state)
-        self._release(slot)
-
-    def _copy_state(self, copy: CopyState) -> None:
-        sequence = self._slots[copy.slot]
-        if sequence.kv_len < sequence.num_tokens:
-            wanted, found = StateStamp(sequence.kv_len, sequence.digest), self._kept.get(copy.source)
-            if found != wanted:
-                raise Internal(f"slot {copy.slot}: state row {copy.source} holds {found}, not {wanted}")
-        self._pool.state_rows[sequence.state_slot] = self._pool.state_rows[copy.source]
-
-    def _keep_state(self, keep: KeepState) -> None:
-        sequence = self._slots[keep.slot]
-        if sequence.kv_len != keep.num_tokens or keep.target == sequence.state_slot:
-            raise Internal(f"{keep}, but slot {keep.slot} is {sequence.kv_len} tokens in row {sequence.state_slot}")
-        self._kept[keep.target] = StateStamp(sequence.kv_len, sequence.digest)
-        self._pool.state_rows[keep.target] = self._pool.state_rows[sequence.state_slot]
-
-    def _copy_pages(self, copies: Sequence[CopyPage]) -> None:
-        sources, targets = upload([[c.source for c in copies], [c.target for c in copies]], self._device)
-        for region in self._pool.regions:
-            region[targets] = region[sources]
-
-    def _restore(self, slot: int, key: int) -> None:
-        if key not in self._saved:
-            raise Internal(f"key {key} holds no saved sequence")
-        saved, sequence = self._saved[key], self._slots[slot]
-        if saved.kv_len != sequence.kv_len or (saved.state is None) != (sequence.state_slot < 0):
-            raise Internal(f"slot {slot}: admitted as {sequence}, but {saved.kv_len} tokens were saved")
-        pages = self._slots.pages_of(slot, saved.kv_len)
-        if saved.state is not None:
-            self._pool.state_rows[sequence.state_slot] = saved.state.to(self._device, non_blocking=True)
-        for shape, content in zip(self._shapes, saved.pages, strict=True):
-            on_device = content.to(self._device, non_blocking=True)
-            for place, index in enumerate(shape.regions):
-                self._pool.regions[index][pages] = on_device[place]
-        del self._saved[key]
 
     def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:
         """Return the callback that also passes an event behind the layer's writes, on a device with its own queue. The

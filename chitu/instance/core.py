@@ -15,7 +15,7 @@ import numpy as np
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep, StepSizes
+from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep, PromptLane, StepSizes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
@@ -53,6 +53,8 @@ class LoadedEngine:
     """Changes the weights of the executor's model."""
     lockstep: Lockstep | None = None
     """The executor of a member of a group that shares experts; None if it steps alone."""
+    lane: PromptLane | None = None
+    """The executor, if a unified instance computes prompts beside its decode steps (`scheduler.lanes`)."""
 
     @property
     def others(self) -> Sequence[StepSizes]:

@@ -176,7 +176,7 @@ class DecodeManager:
         self, plan: StepPlan, first_tokens: list[Sequence], decoding: list[Sequence]
     ) -> dict[Sequence, list[int]]:
         """Add drafts to the plan, and return them. Does nothing while a step is unread."""
-        if not self._drafts.is_on or self._resources.num_unread:
+        if not self._drafts.is_on or self._resources.num_unread_steps:
             return {}
         pace = self._load.pace
         drafts = self._drafts.choose(decoding, pace.rates, pace.drafted_steps)

@@ -42,6 +42,8 @@ class Step:
     """Most prompt tokens that it might have had."""
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     """Drafts of some of those that decode."""
+    is_beside: bool = False
+    """Whether the chunks compute in the lane of prompts."""
 
     @property
     def has_work(self) -> bool:
@@ -216,6 +218,7 @@ class DecodeRole(InstanceRole):
         self._resources = core.sequences.resources
         self._cache = core.engine.cache
         self._receiver = receiver
+        self._has_lane = receiver is None and core.engine.lane is not None
         computes = receiver is None or core.settings.computes
         self.takes = () if receiver is None else (DecodeRequest,)
         if computes:
@@ -253,7 +256,7 @@ class DecodeRole(InstanceRole):
             self._core.trace.note_computed(sequence)
 
     def schedule(self, plan: StepPlan) -> Step | None:
-        if self._resources.num_unread and self._decode.would_draft():
+        if self._resources.num_unread_steps and self._decode.would_draft():
             return None  # drafts follow the newest token
         if not self._decode.make_room(plan):
             return None
@@ -261,8 +264,12 @@ class DecodeRole(InstanceRole):
         first_tokens, decoding = self._decode.schedule(plan)
         drafts = self._decode.draft(plan, first_tokens, decoding)
         computing = self._sequences.of(SequenceState.COMPUTING)
-        if not computing:
-            return Step(plan, first_tokens, [], decoding, 1, drafts)
+        if not computing or self._resources.is_lane_busy:
+            return Step(plan, first_tokens, [], decoding, 0 if computing else 1, drafts)
+        if self._has_lane and (decoding or first_tokens):
+            most_tokens = self._core.settings.config.max_batched_tokens
+            chunks = self._prefill.schedule(plan, most_tokens)
+            return Step(plan, first_tokens, chunks, decoding, most_tokens, drafts, bool(chunks))
         start, others = next(iter(computing.values())).kv_len, self._core.engine.others
         most_tokens = self.load.pace.most_prompt_tokens(decoding, start, drafts, others)
         return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens, drafts)

@@ -393,7 +393,7 @@ class SlotPool:
 
 class Resources:
     """The pages, slots, aux slots and state slots of an instance. What is released while a launched step is unread
-    becomes free when the newest one is read.
+    becomes free when the newest one is read, of each lane.
 
     With state a prompt goes on behind cached pages only where a snapshot of the state was kept (`StateSlots`)."""
 
@@ -407,13 +407,24 @@ class Resources:
         self.has_state = self.states.num_slots > 0
         cache.states = self.states if self.has_state else None
         self._num_launched = self._num_read = 0
-        self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
-        """Releases that wait, each until that many steps have been read."""
+        self._beside_launched = self._beside_read = 0
+        self._leaving: deque[tuple[int, int, Callable[[], None]]] = deque()
+        """Releases that wait, each until that many steps have been read, and that many in the lane of prompts."""
 
     @property
     def num_unread(self) -> int:
-        """Number of launched steps that are not read yet."""
+        """Number of launched steps that are not read yet, in both lanes."""
+        return self.num_unread_steps + self._beside_launched - self._beside_read
+
+    @property
+    def num_unread_steps(self) -> int:
+        """The same without the lane of prompts."""
         return self._num_launched - self._num_read
+
+    @property
+    def is_lane_busy(self) -> bool:
+        """Whether chunks compute in the lane of prompts, or wait there to be read."""
+        return self._beside_launched > self._beside_read
 
     def launched(self) -> None:
         """Note that a step is about to be launched, which may use what is held now."""
@@ -421,11 +432,16 @@ class Resources:
         if self.has_state:
             self.states.unpin()
 
-    def read(self) -> None:
-        """Note that the oldest unread step was read, and make free what waited for it."""
-        self._num_read += 1
-        while self._leaving and self._leaving[0][0] <= self._num_read:
-            self._leaving.popleft()[1]()
+    def launched_beside(self) -> None:
+        """Note that the step which was just launched has chunks in the lane of prompts."""
+        self._beside_launched += 1
+
+    def read(self, is_beside: bool = False) -> None:
+        """Note that the oldest unread step of a lane was read, and make free what waited for it."""
+        self._num_read += not is_beside
+        self._beside_read += is_beside
+        while self._leaving and self._leaving[0][0] <= self._num_read and self._leaving[0][1] <= self._beside_read:
+            self._leaving.popleft()[2]()
 
     def take_aux(self) -> int:
         """Take an aux slot. The caller has just checked that one is free."""
@@ -492,7 +508,7 @@ class Resources:
     def when_read(self, action: Callable[[], None]) -> None:
         """Call the action when the newest launched step is read; at once if it has been."""
         if self.num_unread:
-            self._leaving.append((self._num_launched, action))
+            self._leaving.append((self._num_launched, self._beside_launched, action))
         else:
             action()
 

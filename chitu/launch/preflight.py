@@ -22,6 +22,7 @@ import msgspec
 from chitu.config.schema import Topology
 from chitu.config.staging import protocol_of
 from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback, listening_host
+from chitu.engine.lanes import lane_problems
 from chitu.engine.memory_budget import (
     available_cpu_bytes,
     expert_problems,
@@ -240,7 +241,8 @@ def memory_findings(
     has the bytes of each GPU of this host."""
     for problem in weight_problems(topology, spec, weights, here, available_bytes, cards):
         yield Finding(Level.ERROR, "memory", problem)
-    for problem in (*state_problems(topology, spec, here), *expert_problems(spec, here)):
+    problems = *state_problems(topology, spec, here), *expert_problems(spec, here)
+    for problem in (*problems, *lane_problems(topology, spec, here)):
         yield Finding(Level.ERROR, "model", problem)
     for problem in pool_problems(topology, spec, here, available_bytes):
         yield Finding(Level.ERROR, "memory", problem)

@@ -180,6 +180,10 @@ class Ops(Protocol):
         float32 results have the bits of dequantised weights."""
         return False
 
+    def beside(self) -> Ops:
+        """Return these operations for another thread: two of its calls and of ours may run at the same time."""
+        return self
+
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         """Convert a `[out, in]` weight to the form that `linear` needs. The argument may be dropped afterwards."""
         ...

@@ -9,8 +9,8 @@ is removed. The library shares torch's OpenMP runtime: torch is loaded first, an
 On CPUs that convert float16, weights stay small: `KeptBlocks` as they are, and a float32 matrix in 16 bits if bfloat16
 or float16 has exactly its numbers. Results have the same bits as those of float32.
 
-Results are in buffers that the next call of the same operation reuses, so a step allocates almost nothing. Called only
-by the step thread; one `NativeOps` per model.
+Results are in buffers that the next call of the same operation reuses, so a step allocates almost nothing. A thread
+has a `NativeOps` of its own (`beside`), and as many threads for a call as torch gives it.
 """
 
 from __future__ import annotations
@@ -325,6 +325,9 @@ class NativeOps(Ops):
         self._fallback = TorchOps()
         self._buffers: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
+
+    def beside(self) -> NativeOps:
+        return NativeOps(self._library, self._reuses_buffers)
 
     def with_new_results(self) -> NativeOps:
         """Return operations whose results are new tensors, for those who keep several of one operation."""

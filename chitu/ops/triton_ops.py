@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from chitu.errors import Internal
 from chitu.ops.interface import (
     Batch,
     ExpertBiases,
@@ -78,6 +79,10 @@ class TritonOps:
 
     def keeps(self, form: Form, run: int, inputs: int) -> bool:
         return (self._has_e4m3 or form != "e4m3") and keeps_on_cards(form, run, inputs)
+
+    def beside(self) -> TritonOps:
+        """Refuse: kernels keep tables for one queue."""
+        raise Internal("the kernels of a GPU run in one queue")
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> LinearWeight:
         if isinstance(weight, KeptBlocks) and is_kept(weight, self._has_e4m3):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.topology import Instance
-from chitu.engine.executor import Executor
+from chitu.engine.executor import Executor, PromptLane
 from chitu.grammars import GrammarStore
 from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
@@ -34,6 +34,8 @@ class BuiltRank(Protocol):
     def pool(self) -> RankPool: ...
     @property
     def runner(self) -> Executor: ...
+    @property
+    def lane(self) -> PromptLane | None: ...
     @property
     def grammars(self) -> GrammarStore | None: ...
     def begin_sampling(self) -> GrammarStore | None: ...

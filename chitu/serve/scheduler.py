@@ -232,6 +232,7 @@ def _build(
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
         lockstep=lockstep,
+        lane=rank.lane,
     )
     group = _meet_members(instance, rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)

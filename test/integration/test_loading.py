@@ -121,7 +121,9 @@ def test_keys_that_outlive_a_process_are_never_made_of_weights_that_came_later(t
     folder = make_model(tmp_path / "model", family="llama")
     (file,) = weight_files(folder)
     nothing = (None,) * 4
-    engine = RankEngine(*nothing, 1, str(folder), weights_stamp(folder), None, None, None)  # what is loaded follows
+    engine = RankEngine(
+        *nothing, 1, str(folder), weights_stamp(folder), None, None, None, None
+    )  # what is loaded follows
     assert engine.weights_digest() == weights_digest(folder)
     data = file.read_bytes()
     if is_replaced:

@@ -67,6 +67,8 @@ def serve(
     sampler=None,
     grammars: GrammarStore | None = None,
     draft_source=None,
+    lanes: int = 1,
+    is_cached: bool = False,
     **options,
 ):
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
@@ -79,19 +81,29 @@ def serve(
         recording=recording,
         sampler=sampler,
     )
-    return serve_by(engine.runner, requests, overlap, grammars, draft_source)
+    if lanes == 2:
+        engine.runner.use_lanes(2)
+    return serve_by(engine.runner, requests, overlap, grammars, draft_source, lanes == 2, is_cached)
 
 
-def serve_by(runner, requests, overlap: bool, grammars: GrammarStore | None = None, draft_source=None) -> Served:
+def serve_by(
+    runner,
+    requests,
+    overlap: bool,
+    grammars: GrammarStore | None = None,
+    draft_source=None,
+    has_lane: bool = False,
+    is_cached: bool = False,
+) -> Served:
     """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     served = Served()
-    cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
+    cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE, b"model" if is_cached else None)
     config = SchedulerConfig(
         max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
     )
     core = InstanceCore(
         SchedulerSettings(config, DeadlineConfig(), overlap=overlap),
-        LoadedEngine(runner, cache, grammars=grammars),
+        LoadedEngine(runner, cache, grammars=grammars, lane=runner if has_lane else None),
         TokenManager(1, served.take),
         lambda room, error: None,
         FakeClock(),
@@ -109,6 +121,7 @@ def serve_by(runner, requests, overlap: bool, grammars: GrammarStore | None = No
         scheduler.step()
     scheduler.step()
     cache.check_idle()
+    runner.close()
     served.retractions, served.steps = scheduler.load.retractions, scheduler.load.steps
     return served
 

@@ -21,6 +21,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 OVER_MOONCAKE = ("qwen3", "deepseek_v3")
 """Families that also run over Mooncake: K and V of heads, and latent rows. Nothing else of a model matters to a
 transport."""
+TWO_LANES = ("qwen3", "deepseek_v3")
+"""Families whose unified instance computes prompts beside its decode steps, of each kind of pages one."""
 LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 100, 255, 512, 700, 1000, 1300, 1500)
 OUTPUT_TOKENS, NEXT_TURN_TOKENS, PAGE_SIZE = 12, 5, 16
 CHUNKS = ["scheduler.chunk_size=37", "scheduler.max_batched_tokens=250", "cache.num_pages=2000"]
@@ -101,7 +103,8 @@ def answers_of(
 
 @pytest.fixture(scope="module")
 def unified(model: Path, prompts: list[list[int]]) -> tuple[list[Completion], list[Completion]]:
-    return answers_of("unified_local.yaml", model, [], prompts)
+    lanes = ["scheduler.lanes=2", "scheduler.threads=2"] if model.name in TWO_LANES else []
+    return answers_of("unified_local.yaml", model, lanes, prompts)
 
 
 @pytest.fixture(params=["shm", "mooncake"])

@@ -83,6 +83,7 @@ class ChecksumRank:
     group: None = None
     grammars: None = None
     weights: None = None
+    lane: None = None
 
     def begin_sampling(self) -> None:
         """Do nothing: the executor samples in any role."""

@@ -712,6 +712,8 @@ class LateStep:
     aux_slots: frozenset[int]
     tokens: StepResult | None = None
     """Result of the step; None until it has run."""
+    behind: LateStep | None = None
+    """In the lane of prompts: the step that has admitted its slots, behind which it runs at any time."""
 
     def is_done(self) -> bool:
         return self.tokens is not None
@@ -723,7 +725,7 @@ class LateStep:
 
     def _wait(self) -> StepResult:
         while self.tokens is None:
-            if not self.executor.run_next():
+            if not (self.executor.run_beside() if self.behind is not None else self.executor.run_next()):
                 raise InvariantViolation("a step waits for itself while it runs")
         return self.tokens
 
@@ -741,6 +743,8 @@ class LateExecutor:
     def __init__(self, inner: FakeExecutor) -> None:
         self.inner = inner
         self.unread: deque[LateStep] = deque()
+        self.beside: LateStep | None = None
+        """Step in the lane of prompts that was not read."""
         self.is_running = False
         """Whether a step is running; waiting for it now would never return."""
         self._waiting: deque[LateStep] = deque()
@@ -755,6 +759,8 @@ class LateExecutor:
         if len(self.unread) >= MAX_UNREAD_STEPS:
             raise InvariantViolation(f"a step was launched with {MAX_UNREAD_STEPS} unread")
         step = self._step(plan)
+        if self.beside is not None and (plan.prefill or step.slots & self.beside.slots):
+            raise InvariantViolation("a step has chunks, or a slot of those in the lane of prompts")
         self.unread.append(step)
         self._waiting.append(step)
         if on_layer is not None:
@@ -763,6 +769,14 @@ class LateExecutor:
         if plan.offload:
             step.synchronize()
         return step
+
+    def launch_beside(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> tuple[LateStep, LateStep]:
+        if self.beside is not None:
+            raise InvariantViolation("two steps in the lane of prompts")
+        step = self.launch(msgspec.structs.replace(plan, prefill=[]))
+        self.beside = self._step(StepPlan(prefill=plan.prefill))
+        self.beside.behind = step
+        return step, self.beside
 
     def _step(self, plan: StepPlan) -> LateStep:
         for offload in plan.offload:
@@ -781,7 +795,7 @@ class LateExecutor:
         return LateStep(self, plan, frozenset(slots), pages, frozenset(aux_slots - {-1}))
 
     def forget(self, slots: Collection[int]) -> None:
-        if self.unread:
+        if self.unread or self.beside is not None:
             raise InvariantViolation("slots are forgotten with a step in flight")
         for slot in slots:
             self._tables.pop(slot, None)
@@ -801,8 +815,25 @@ class LateExecutor:
         self.is_running = False
         return True
 
+    def run_beside(self) -> bool:
+        """Run the step in the lane of prompts, behind the one that it follows. Return False if it has run, there is
+        none, or one is running."""
+        step = self.beside
+        if step is None or step.tokens is not None or self.is_running:
+            return False
+        assert step.behind is not None
+        while step.behind.tokens is None:
+            self.run_next()
+        self.is_running = True
+        step.tokens = self.inner.execute(step.plan)
+        self.is_running = False
+        return True
+
     def take(self, step: LateStep) -> None:
         """Remove a step whose result was read."""
+        if step is self.beside:
+            self.beside = None
+            return
         if step is not self.unread[0]:
             raise InvariantViolation("a step was read before the one launched ahead of it")
         self.unread.popleft()

@@ -141,9 +141,10 @@ class Instance:
         tpot_s: float = math.inf,
         draft_source: Callable[[SequenceOfInstance], DraftSource] | None = None,
         join: Callable[[Executor], LockstepExecutor] | None = None,
+        lanes: int = 1,
     ) -> None:
-        """Make the instance. With `overlap` its device returns results late. With `state_slots` its model has a
-        recurrent state. With `tpot_s` D computes prompts, too. `join` makes it a member of a group."""
+        """Make the instance. With `overlap` or two lanes its device returns results late. With `state_slots` its model
+        has a recurrent state. With `tpot_s` D computes prompts, too. `join` makes it a member of a group."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.groups: dict[bytes, list[int]] = {}
@@ -173,7 +174,7 @@ class Instance:
             max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
         )
         limits = {"request_timeout_s": request_timeout_s, "tpot_s": tpot_s}
-        computes: Executor = self.late if overlap else self.executor
+        computes: Executor = self.late if overlap or lanes == 2 else self.executor
         lockstep = join(computes) if join is not None else None
         core = InstanceCore(
             SchedulerSettings(config, DeadlineConfig(), overlap=overlap, **limits),
@@ -186,6 +187,7 @@ class Instance:
                 grammars=grammars,
                 weights=Folders(self.executor),
                 lockstep=lockstep,
+                lane=self.late if lanes == 2 else None,
             ),
             TokenManager(1, self._take, self._take_of_second),
             self.failures.__setitem__,

@@ -41,7 +41,8 @@ def test_tokens_ends_and_pages_are_those_without_drafts(
     load: Load, num_pages: int, chunk: int, stop_at: list[int], rate: float, overlap: bool, rng: random.Random
 ) -> None:
     source = guessing(load, rate, rng)
-    instance = Instance(num_pages, chunk=chunk, overlap=overlap, info=DRAFTING, draft_source=source)
+    lanes = rng.randint(1, 2)
+    instance = Instance(num_pages, chunk=chunk, overlap=overlap, info=DRAFTING, draft_source=source, lanes=lanes)
     run_unified(instance, load, stop_at, rng)
 
 

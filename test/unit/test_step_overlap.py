@@ -37,7 +37,7 @@ def check(instance: Instance) -> None:
     held = {page for room in cache._rooms.values() for page in room.table}
     slots = instance.scheduler._resources.slots
     assert len(late.unread) <= 1
-    for step in late.unread:
+    for step in (*late.unread, *([late.beside] if late.beside is not None else [])):
         assert step.pages <= held, "a page is free while a launched, unread step has its slot"
         assert not step.slots & set(slots._free), "a slot is free while a launched step has it"
         assert not step.aux_slots & set(instance.aux._free), "an aux slot is free while a launched step has it"
@@ -53,6 +53,8 @@ def check(instance: Instance) -> None:
 def turn(instance: Instance, rng: random.Random) -> None:
     for _ in range(rng.randrange(3)):
         instance.late.run_next()
+    if rng.random() < 0.3:
+        instance.late.run_beside()
     instance.scheduler.step()
     check(instance)
 
@@ -103,7 +105,7 @@ def run_unified(instance: Instance, load: list[tuple[int, int, int]], stop_at: l
         else:
             assert room in cancelled and tokens == expected[: len(tokens)]
     instance.check_empty()
-    assert not instance.late.unread
+    assert not instance.late.unread and instance.late.beside is None
 
 
 @given(
@@ -473,7 +475,7 @@ def check_group(instance: Instance, index: int, group: tuple[int, int, int, bool
 def test_choices_on_a_unified_instance_are_those_of_single_requests(
     load: list[tuple[int, int, int, bool]], num_pages: int, chunk: int, overlap: bool, rng: random.Random
 ) -> None:
-    instance = Instance(num_pages, chunk=chunk, overlap=overlap)
+    instance = Instance(num_pages, chunk=chunk, overlap=overlap, lanes=rng.randint(1, 2))
     over: set[bytes] = set()
     for index, (length, max_tokens, count, is_cached) in enumerate(load):
         message = unified_request(
