@@ -83,7 +83,9 @@ def serve(
     )
     if lanes == 2:
         engine.runner.use_lanes(2)
-    return serve_by(engine.runner, requests, overlap, grammars, draft_source, lanes == 2, is_cached)
+    served = serve_by(engine.runner, requests, overlap, grammars, draft_source, lanes == 2, is_cached)
+    engine.runner.close()
+    return served
 
 
 def serve_by(
@@ -121,7 +123,6 @@ def serve_by(
         scheduler.step()
     scheduler.step()
     cache.check_idle()
-    runner.close()
     served.retractions, served.steps = scheduler.load.retractions, scheduler.load.steps
     return served
 
