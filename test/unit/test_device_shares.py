@@ -437,8 +437,8 @@ def test_no_thread_that_may_touch_a_device_is_made_in_another_way() -> None:
         path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("tools", "process", "launch")
     ]
     made = [path for path in instance if re.search(r"threading\.Thread\(|ThreadPoolExecutor\(", path.read_text())]
-    # threads that only read files or compile grammars
-    allowed = {"models/config.py", "grammars/store.py"}
+    # threads that only read files or compile grammars, and the lane of prompts, which is refused on GPUs
+    allowed = {"models/config.py", "grammars/store.py", "engine/lanes.py"}
     assert {str(path.relative_to(root)) for path in made} <= allowed | {"net/threads.py"}
     entered = [path for path in instance if "torch.cuda.stream(" in path.read_text()]
     assert [str(path.relative_to(root)) for path in entered] == ["ops/cuda_device.py"]
