@@ -56,6 +56,9 @@ class ModelConfig(Section, frozen=True):
     weights: WeightForm = "keep"
     """Quantised weights. `keep`: as small as they are stored, where kernels compute with such: most forms on CPUs with
     a C compiler; on GPUs those of 4 bits, and FP8 from compute capability 8.9 on. `dequantise`: numbers of `dtype`."""
+    images: Literal["auto", "off"] = "auto"
+    """`auto`: requests may have images, if the model has a vision tower that the installed transformers computes.
+    `off`: only the text part is loaded."""
     prefill_attention: Literal["auto", "paged"] = "auto"
     """Attention on CUDA for prompts longer than the recorded steps. `auto`: torch's library for whole prompts, our own
     paged kernel for the rest; `paged`: our own for all."""
@@ -115,6 +118,10 @@ class CacheConfig(Section, frozen=True):
     """Keep K and V of layers with a window (gpt-oss, Gemma 3, ...) for the window alone: in a row of each request
     instead of in pages. More requests fit and less is moved, but such a model lacks what models with recurrent state
     lack: most of the prefix cache and its tiers. No effect on models without windows."""
+    image_rows: Positive | None = None
+    """Number of rows (one is a token of an image) for features of images: those that prompts wait for, and as many as
+    fit of earlier ones, for later requests. Unset: 16384, and not more than max_model_len. No effect without
+    vision."""
     num_state_slots: Positive | None = None
     """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers, and with
     `window_state` those with windows; no effect on others): each request that computes, runs or is between P and D
@@ -371,6 +378,26 @@ class BatchesConfig(Section, frozen=True):
     """Age at which a file, or a batch that is over, is removed, unless its request asks for less."""
 
 
+class ImagesConfig(Section, frozen=True):
+    """Limits on the images of requests, for models with vision."""
+
+    max_images: Positive = 100
+    """Maximum images of a request."""
+    max_file_mb: Positive = 20
+    """Maximum size of an image's file (MiB)."""
+    max_total_mb: Positive = 64
+    """Maximum size of the files of a request (MiB)."""
+    max_pixels: Positive = 36_000_000
+    """Maximum width times height of an image, by its header; larger ones are refused before they are decoded."""
+    hosts: tuple[str, ...] = ()
+    """Hosts that images may be fetched from (`http://`, `https://`): names, or `*.` and a name for all below it. Empty:
+    only images in the request itself."""
+    dir: str | None = None
+    """Folder below which `file://` images may lie; unset: there are none."""
+    fetch_timeout_s: Seconds = 10.0
+    """Maximum time to fetch an image from a host, redirects included."""
+
+
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
@@ -433,6 +460,7 @@ class RouterConfig(Section, frozen=True):
     request. Needs the extra `otel`, whose `OTEL_*` variables set the rest (sampling, headers, batches). Empty: none."""
     kept_requests: KeptRequestsConfig = field(default_factory=KeptRequestsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     balance: Literal["off", "advise", "act"] = "off"
     """Balancer of P and D. `advise`: it says which instance should change its role, and how many instances of each role
     the load asks for, in the log, `GET /cluster` and `/metrics`. `act`: it also changes their roles. It aims at `slo`,

@@ -59,6 +59,27 @@ class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Base of the records in a plan."""
 
 
+class ImageSpan(PlanPart, frozen=True):
+    """Rows of a prompt that are of an image: `length` of them, from position `start` on."""
+
+    start: int
+    length: int
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """As in `ImagePart`."""
+    rows: bytes = b""
+    """Rows of the feature region (`ExecutorInfo.image_rows`) with its features, int32 LE; empty if they are not known
+    yet (`PlaceImage` names them) or if none of its rows is computed here. The steps that compute its rows read them."""
+
+
+class EncodeImage(PlanPart, frozen=True):
+    """Computes the features of one image into rows of the feature region, before the step computes anything else."""
+
+    patches: str
+    """As in `PreparedImage`."""
+    rows: bytes
+    """A row for each feature row of the image, int32 LE."""
+
+
 class Admit(PlanPart, frozen=True):
     """Gives a sequence a slot. `token_ids` (int32 LE): the prompt, then the tokens emitted so far (on a resume)."""
 
@@ -78,6 +99,18 @@ class Admit(PlanPart, frozen=True):
     `kv_len` is 0: it then computes from the first token."""
     adapter: int = 0
     """Number of the LoRA adapter that computes with the model, from 1; 0: none."""
+    images: tuple[ImageSpan, ...] = ()
+    """All rows of images in `token_ids`, in order of position: also those whose KV is in the pages, since they decide
+    how later rows are rotated."""
+
+
+class PlaceImage(PlanPart, frozen=True):
+    """Names the rows of the feature region with the features of an admitted slot's span, whose place among
+    `Admit.images` is `index`."""
+
+    slot: int
+    index: int
+    rows: bytes
 
 
 class AppendPages(PlanPart, frozen=True):
@@ -191,6 +224,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     copy_state: list[CopyState] = []
     keep_state: list[KeepState] = []
     restore: list[Restore] = []
+    encode: list[EncodeImage] = []
+    place: list[PlaceImage] = []
     first_tokens: list[FirstToken] = []
     prefill: list[PrefillChunk] = []
     decode: list[int] = []
@@ -285,6 +320,10 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Most tokens that the model itself drafts (`StepResult.drafts`); 0: none."""
     samples: bool = True
     """Whether it can sample tokens; False on a P that draws no first tokens."""
+    image_rows: int = 0
+    """Rows of the region for features of images; 0: the model has no vision here."""
+    whole_images: bool = False
+    """Whether a row of an image attends to all rows of it, so that no chunk may end inside one (Gemma 3)."""
     checks_rows: bool = False
     """Whether a step checks the rows that it draws first tokens from, because another thread would wait for its
     device."""

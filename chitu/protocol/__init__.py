@@ -47,6 +47,7 @@ from chitu.protocol.cluster import (
     view_codec,
 )
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
+from chitu.protocol.images import IMAGE_KEY_BYTES, FetchImage, ImageFile, ImagePart, page_marks
 from chitu.protocol.logprobs import (
     LEAST_NOISE,
     LOGPROB_CAPS,
@@ -121,6 +122,7 @@ from chitu.protocol.wire import (
 
 __all__ = [
     "FP8_E4M3",
+    "IMAGE_KEY_BYTES",
     "ITEM_BYTES",
     "LEAST_NOISE",
     "LEAST_PROMPT_TOKENS",
@@ -152,12 +154,15 @@ __all__ = [
     "CoordinationReply",
     "DecodeRequest",
     "Drain",
+    "FetchImage",
     "Finish",
     "Fork",
     "Grammar",
     "GrammarKind",
     "GroupPlace",
     "Heartbeat",
+    "ImageFile",
+    "ImagePart",
     "InstanceInfo",
     "Join",
     "JoinReply",
@@ -215,6 +220,7 @@ __all__ = [
     "logprob_limit",
     "pack_i32",
     "pack_logprobs",
+    "page_marks",
     "peer_codec",
     "peer_frames",
     "prompt_lines",

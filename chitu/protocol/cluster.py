@@ -10,6 +10,7 @@ from typing import NamedTuple, Union
 
 import msgspec
 
+from chitu.protocol.images import FetchImage, ImageFile
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import Codec, Wire
@@ -628,8 +629,8 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
 
 
 ViewMessage = Union[ClusterView, ViewChange]
-CoordinationMessage = Union[Join, Leave, Drain]
-CoordinationReply = Union[JoinReply, Drain]
+CoordinationMessage = Union[Join, Leave, Drain, FetchImage]
+CoordinationReply = Union[JoinReply, Drain, ImageFile]
 
 # --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
 

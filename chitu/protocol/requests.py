@@ -6,6 +6,7 @@ from typing import Literal, Union
 
 from chitu.protocol.account import StageTimes
 from chitu.protocol.grammars import Grammar
+from chitu.protocol.images import ImagePart
 from chitu.protocol.wire import Codec, Wire
 
 MAX_LOGIT_BIAS = 1024
@@ -141,6 +142,8 @@ class RequestHead(Wire, frozen=True):
     weights: int = 0
     """`Weights.number` of the instances when they were chosen: one that has others by now refuses."""
     options: RequestOptions = RequestOptions()
+    images: tuple[ImagePart, ...] = ()
+    """Images of the prompt, in order of position."""
 
 
 class LinkStamp(Wire, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from chitu.errors import BadFrame, UnknownKind
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from chitu.errors import (
     ChituError,
 )
-from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
+from chitu.protocol import Finish, Fork, ImagePart, RequestOptions, SamplingParams
 from chitu.protocol.account import DraftCounts, RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.candidates import NO_GROUPS, Groups, InstanceKey, Way
 from chitu.router.costs import NO_SLO, SLO
@@ -130,6 +130,10 @@ class GenerateRequest(Struct):
     """What its instances are told of it beside its tokens and the sampling."""
     prediction: bytes = b""
     """Tokens that the answer may have, int32 LE."""
+    images: tuple[ImagePart, ...] = ()
+    """Images of the prompt, in order of position."""
+    files: dict[bytes, bytes] = {}
+    """Their files by key, which P may ask for until the first token."""
     tenant: str = ""
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
     slo: SLO = NO_SLO

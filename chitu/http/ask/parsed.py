@@ -14,7 +14,7 @@ from chitu.errors import InvalidRequest, NoInstance
 from chitu.http.ask.served_model import ModelLimits
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.net.http import Scope, header
-from chitu.protocol import RequestOptions, SamplingParams
+from chitu.protocol import ImagePart, RequestOptions, SamplingParams
 from chitu.router.costs import NO_SLO, SLO
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
@@ -66,6 +66,8 @@ class Prompt(msgspec.Struct):
     """Text of the prompt if the answer repeats it, else empty."""
     num_added: int | None = None
     """Tokens before `echo` that the tokenizer added; None if `echo` was decoded from tokens."""
+    images: tuple[ImagePart, ...] = ()
+    """Its images, in order of position."""
 
 
 class CallSchema(NamedTuple):
@@ -104,6 +106,8 @@ class ParsedRequest(msgspec.Struct):
     """Schemas in a grammar of calls."""
     fills_context: bool = False
     """The tokens of the answer are those that the context has room for, fewer than asked for."""
+    files: dict[bytes, bytes] = {}
+    """Files of its images, by `ImagePart.key`."""
 
     @property
     def is_pooled(self) -> bool:

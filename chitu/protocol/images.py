@@ -1,0 +1,61 @@
+"""Images of a prompt: what every part of a request carries of them, and how an instance gets their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chitu.protocol.wire import Wire
+
+IMAGE_KEY_BYTES = 16
+
+
+class ImagePart(Wire, frozen=True, array_like=True):
+    """An image of a prompt. All instances of a request have it, so that its pages have the same keys everywhere."""
+
+    key: bytes
+    """`IMAGE_KEY_BYTES`: hash of its file, keyed with the fingerprint of the image processor (`chitu/images`). Equal
+    keys are equal features."""
+    spans: tuple[tuple[int, int, int], ...]
+    """Its rows in the prompt, in order: position of the first, number of rows, number of its first feature row. Other
+    tokens may lie between (Pixtral ends each line of an image with one)."""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    """Feature rows by time, height and width, by which a model with M-RoPE rotates them; their product is the number of
+    feature rows then."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of its feature rows."""
+        return max([first + length for _, length, first in self.spans], default=0)
+
+    @property
+    def start(self) -> int:
+        """Position of its first row."""
+        return self.spans[0][0]
+
+    @property
+    def end(self) -> int:
+        """Position behind its last row."""
+        start, length, _ = self.spans[-1]
+        return start + length
+
+
+def page_marks(images: Iterable[ImagePart]) -> list[tuple[int, bytes]]:
+    """Return what images add to the keys of the pages with their rows: position of each span, and the image's key with
+    the number of the span's first feature row."""
+    return [(start, image.key + first.to_bytes(4, "little")) for image in images for start, _, first in image.spans]
+
+
+class FetchImage(Wire, frozen=True, tag="fetch_image"):
+    """Instance -> router (coordination port, through a connection of its own): the file of an image of a running
+    request."""
+
+    key: bytes
+
+
+class ImageFile(Wire, frozen=True, tag="image_file"):
+    """The answer."""
+
+    key: bytes
+    data: bytes = b""
+    is_here: bool = True
+    """False: no running request of this router has it."""
