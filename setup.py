@@ -35,6 +35,7 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.9,<2",
         "numpy>=2.0",
+        "pillow>=11",  # images of requests, in processes of their own (chitu/images)
         "pyzmq>=26",
         "msgspec>=0.19",
         "pyyaml>=6",
@@ -70,7 +71,6 @@ setup(
             "playwright>=1.50",
             "schemathesis>=4",
             "triton>=3.5; platform_system == 'Linux'",
-            "pillow>=11",
             "setuptools>=70.1",
             "opentelemetry-sdk>=1.27",
             "opentelemetry-exporter-otlp-proto-http>=1.27",
