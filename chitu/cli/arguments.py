@@ -182,7 +182,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
     command.add_argument("directory", metavar="DIR")
-    families = "llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2 or deepseek_v3"
+    families = "llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, or qwen3_vl, which sees images"
     command.add_argument("--family", default="qwen3", help=families)
     for flag in ("hidden-size", "layers", "heads", "kv-heads", "head-dim", "intermediate-size", "experts"):
         command.add_argument(f"--{flag}", type=int)

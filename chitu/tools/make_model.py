@@ -23,7 +23,7 @@ import random
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import ConfigError
+from chitu.tools.make_vision import (
+    TEXT_FAMILIES,
+    VISION_FAMILIES,
+    nested,
+    special_tokens,
+    tower_tensors,
+    vision_config,
+    with_images,
+    write_processor,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,6 +106,7 @@ FAMILIES: dict[str, str] = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+"""Families of text models, each of which has code of our own. `make_vision.VISION_FAMILIES` are made, too."""
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 """Families whose KV cache has one latent row per token."""
 NUM_GROUPS = 2
@@ -121,7 +132,9 @@ def _sentences(count: int) -> Iterator[str]:
         yield " ".join(chosen).capitalize() + rng.choice([".", ".", "?", "!", ",\n"])
 
 
-def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
+def train_tokenizer(
+    vocab_size: int, texts: Iterable[str] | None = None, specials: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
     """Train a tokenizer of at most `vocab_size` tokens (at least 256 and the special ones) on `texts` (None: generated
     English). Encoding a text adds the bos token."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -137,7 +150,7 @@ def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Toke
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -149,7 +162,7 @@ def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Toke
     return tokenizer
 
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_vl"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -200,8 +213,8 @@ class ModelShape:
 
     def check(self, family: str) -> None:
         """Raise ConfigError if no such model can be made."""
-        if family not in FAMILIES:
-            raise ConfigError(f"model family {family!r} is none of {', '.join(FAMILIES)}")
+        if family not in FAMILIES and family not in VISION_FAMILIES:
+            raise ConfigError(f"model family {family!r} is none of {', '.join([*FAMILIES, *VISION_FAMILIES])}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         sizes = (self.layers, self.heads, self.kv_heads, self.hidden_size, self.max_position_embeddings, self.shards)
@@ -221,8 +234,11 @@ class ModelShape:
             raise ConfigError(f"{self.experts} experts cannot be put into {NUM_GROUPS} groups of at least two")
         if family in LATENT_FAMILIES and (self.rope_head_dim % 2 or self.hidden_size % self.heads):
             raise ConfigError(f"rope_head_dim {self.rope_head_dim} is odd, or hidden_size no multiple of heads")
-        if self.vocab_size < 256 + len(SPECIAL_TOKENS):
-            raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + len(SPECIAL_TOKENS)}")
+        if family in VISION_FAMILIES and self.resolved_head_dim < 8:
+            raise ConfigError(f"head_dim {self.resolved_head_dim} is below 8: no part for each axis")
+        num_specials = len(special_tokens(family, SPECIAL_TOKENS))
+        if self.vocab_size < 256 + num_specials:
+            raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + num_specials}")
 
 
 Array = NDArray[np.float32]
@@ -234,7 +250,12 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
     Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
     holds. Norm weights vary around 1, so that an omitted norm changes the output.
     """
-    return _Tensors(family, shape, seed).all(special_ids)
+    drawn = _Tensors(TEXT_FAMILIES.get(family, family), shape, seed)
+    if family not in VISION_FAMILIES:
+        yield from drawn.all(special_ids)
+        return
+    yield from ((nested(name), values) for name, values in drawn.all(special_ids))
+    yield from drawn.tower()
 
 
 class _Tensors:
@@ -270,6 +291,10 @@ class _Tensors:
             output = self._matrix(shape.vocab_size, hidden, output_std)
             output[special_ids] *= np.float32(0.1)
             yield "lm_head.weight", output
+
+    def tower(self) -> Iterator[tuple[str, Array]]:
+        """Yield the tensors of the vision tower."""
+        return tower_tensors(self._hidden, self._matrix, self._around)
 
     def _matrix(self, rows: int, columns: int, std: float) -> Array:
         values = self._rng.standard_normal((rows, columns), dtype=np.float32)
@@ -364,6 +389,7 @@ def make_model(
     `sizes` are fields of `ModelShape` that override those of `shape`. Raise ConfigError if the folder is not empty,
     the sizes do not fit together, or the seed is negative.
     """
+    family = family.replace("-", "_")
     shape = replace(shape or ModelShape(), **sizes)
     shape.check(family)
     if seed < 0:
@@ -384,15 +410,20 @@ def make_model(
 
 
 def _write(folder: Path, family: str, shape: ModelShape, seed: int) -> None:
-    write_settings(folder, family, shape, train_tokenizer(shape.vocab_size))
-    _write_weights(folder, family, shape, list(range(len(SPECIAL_TOKENS))), seed)
+    specials = special_tokens(family, SPECIAL_TOKENS)
+    write_settings(folder, family, shape, train_tokenizer(shape.vocab_size, specials=specials))
+    _write_weights(folder, family, shape, list(range(len(specials))), seed)
 
 
 def write_settings(folder: Path, family: str, shape: ModelShape, tokenizer: Tokenizer) -> None:
     """Write every file of a checkpoint except its weights. The tokenizer is one of `train_tokenizer`."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {token: token_id for token_id, token in enumerate(SPECIAL_TOKENS)}
-    _write_json(folder / "config.json", _config(family, shape, ids))
+    ids = {token: token_id for token_id, token in enumerate(special_tokens(family, SPECIAL_TOKENS))}
+    config, template = _config(TEXT_FAMILIES.get(family, family), shape, ids), CHAT_TEMPLATE
+    if family in VISION_FAMILIES:
+        config, template = vision_config(family, config, ids, shape), with_images(template)
+        write_processor(folder)
+    _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",
         {"bos_token_id": ids[BOS], "eos_token_id": [ids[END_OF_TURN], ids[EOS]], "pad_token_id": ids[PAD]},
@@ -406,10 +437,10 @@ def write_settings(folder: Path, family: str, shape: ModelShape, tokenizer: Toke
             "pad_token": PAD,
             "clean_up_tokenization_spaces": False,
             "model_max_length": shape.max_position_embeddings,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": template,
         },
     )
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from chitu.errors import ConfigError, InvalidRequest
 from chitu.tokenizer import Tokenizer
@@ -65,6 +66,34 @@ def test_greedy_text_varies_depends_on_the_prompt_and_runs_to_its_limit(checkpoi
     assert len(set(first)) > 12
     assert first[:8] != second[:8]
     assert float(gaps.min()) > 1e-4
+
+
+def test_transformers_loads_a_model_with_vision_and_its_image_processor(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "qwen3-vl", SMALL)
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    inputs = processor(images=[np.zeros((40, 100, 3), np.uint8)], return_tensors="pt")
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 6]]
+    ids = tokenizer("<|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What?", return_tensors="pt")
+    assert ids["input_ids"][0, 1:6].tolist() == [5, *[model.config.image_token_id] * 3, 8]
+    kinds = (ids["input_ids"] == model.config.image_token_id).int()
+    with torch.inference_mode():
+        seen = model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1]
+        inputs["pixel_values"] += 0.3
+        other = model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1]
+    assert float((seen - other).abs().max()) > 0.1
+
+
+def test_the_template_writes_a_placeholder_in_the_place_of_an_image(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "qwen3_vl", SMALL)
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    parts = [{"type": "text", "text": "in "}, image, {"type": "image"}, {"type": "text", "text": "out"}]
+    messages = [{"role": "user", "content": parts}]
+    ours = Tokenizer.load(folder).apply_chat_template(messages, None, False)
+    assert "user\nin " + "<|vision_start|><|image_pad|><|vision_end|>" * 2 + "out<|im_end|>" in ours
+    assert ours == AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
 
 
 def test_tied_embeddings_do_not_end_in_one_repeated_token(tmp_path: Path) -> None:
@@ -194,6 +223,8 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
         ("qwen3_moe", {"experts": 4, "experts_per_token": 5}, "5 experts a token, of 4"),
         ("deepseek_v3", {"experts": 5}, "5 experts cannot be put"),
         ("deepseek_v2", {"rope_head_dim": 5}, "rope_head_dim 5"),
+        ("qwen3_vl", {"head_dim": 6}, "head_dim 6 is below 8"),
+        ("qwen3_vl", {"vocab_size": 264}, "vocab_size 264 is less than 265"),
     ],
 )
 def test_impossible_sizes_are_refused_before_anything_is_written(

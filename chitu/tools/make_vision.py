@@ -1,0 +1,173 @@
+"""What a made model has beside its text part when its family has vision: the tower, its settings, its special tokens.
+
+A family with vision is a text family (`TEXT_FAMILIES`) whose tensors and settings lie one level deeper, beside those
+of a small vision tower (Qwen3-VL: its features enter the embeddings, and two more rows of each the first layers). The
+tower's matrices have gain 1, as the text's, so that features are about as large as embeddings and every part of an
+image changes the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from chitu.tools.make_model import ModelShape
+
+VISION_FAMILIES: dict[str, str] = {"qwen3_vl": "Qwen3VLForConditionalGeneration"}
+TEXT_FAMILIES = {"qwen3_vl": "qwen3"}
+"""Text family of each."""
+
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
+VISION_TOKENS = (VISION_START, IMAGE_PAD, VIDEO_PAD, VISION_END)
+
+PATCH_SIZE = 16
+TEMPORAL_PATCH_SIZE = 2
+MERGE_SIZE = 2
+MIN_PIXELS = 32 * 32
+"""Pixels of one token; a smaller image is enlarged to it."""
+MAX_PIXELS = 512 * 512
+"""Pixels of 256 tokens; a larger image is made smaller."""
+TOWER_SIZE = 64
+TOWER_HEADS = 4
+TOWER_MLP = 128
+TOWER_DEPTH = 3
+DEEP_LAYERS = (0, 1)
+"""Layers of the tower whose output is added behind the first layers of the text part."""
+GRID = 16
+"""Side of the square of learned positions."""
+
+PART_OF_TEXT = "{{- part.text }}"
+PARTS = f"""\
+{{%- if part.type in ['image', 'image_url'] or 'image' in part or 'image_url' in part %}}
+{{{{- '{VISION_START}{IMAGE_PAD}{VISION_END}' }}}}
+{{%- elif 'text' in part %}}
+{{{{- part.text }}}}
+{{%- endif %}}"""
+
+Array = NDArray[np.float32]
+
+
+def with_images(chat_template: str) -> str:
+    """Return a chat template that also writes a placeholder for each part that is an image."""
+    return chat_template.replace(PART_OF_TEXT, PARTS)
+
+
+def nested(name: str) -> str:
+    """Return the name, in a model with vision, of a text model's tensor."""
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def vision_config(family: str, text: dict[str, Any], ids: dict[str, int], shape: ModelShape) -> dict[str, Any]:
+    """Return config.json. `text`: that of the text family, whose keys go into `text_config`."""
+    half = shape.resolved_head_dim // 2
+    side = half * 5 // 16
+    text = {
+        **text,
+        "model_type": f"{family}_text",
+        "rope_scaling": {
+            "rope_type": "default",
+            **(shape.rope_scaling or {}),
+            "mrope_section": [half - 2 * side, side, side],
+            "mrope_interleaved": True,
+        },
+    }
+    for key in ("architectures", "torch_dtype", "use_sliding_window", "sliding_window", "max_window_layers"):
+        text.pop(key, None)
+    return {
+        "architectures": [VISION_FAMILIES[family]],
+        "model_type": family,
+        "torch_dtype": shape.dtype,
+        "tie_word_embeddings": shape.tie,
+        "image_token_id": ids[IMAGE_PAD],
+        "video_token_id": ids[VIDEO_PAD],
+        "vision_start_token_id": ids[VISION_START],
+        "vision_end_token_id": ids[VISION_END],
+        "bos_token_id": text["bos_token_id"],
+        "eos_token_id": text["eos_token_id"],
+        "pad_token_id": text["pad_token_id"],
+        "text_config": text,
+        "vision_config": {
+            "model_type": f"{family}_vision",
+            "depth": TOWER_DEPTH,
+            "hidden_size": TOWER_SIZE,
+            "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": TOWER_MLP,
+            "num_heads": TOWER_HEADS,
+            "in_channels": 3,
+            "patch_size": PATCH_SIZE,
+            "spatial_merge_size": MERGE_SIZE,
+            "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+            "out_hidden_size": shape.hidden_size,
+            "num_position_embeddings": GRID * GRID,
+            "deepstack_visual_indexes": list(DEEP_LAYERS),
+            "initializer_range": 0.02,
+        },
+    }
+
+
+def write_processor(folder: Path) -> None:
+    """Write preprocessor_config.json, by which a file becomes patches."""
+    config = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "patch_size": PATCH_SIZE,
+        "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+        "merge_size": MERGE_SIZE,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def tower_tensors(
+    hidden_size: int, matrix: Callable[[int, int, float], Array], around: Callable[[float, int], Array]
+) -> Iterator[tuple[str, Array]]:
+    """Yield the tensors of the tower, drawn by `matrix` (rows, columns, std) and `around` (mean, size). `hidden_size`:
+    that of the text part."""
+    patch = (3, TEMPORAL_PATCH_SIZE, PATCH_SIZE, PATCH_SIZE)
+
+    def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> Iterable[tuple[str, Array]]:
+        yield f"{name}.weight", matrix(rows, columns, gain / math.sqrt(columns))
+        yield f"{name}.bias", around(0.0, rows)
+
+    def norm(name: str, size: int) -> Iterable[tuple[str, Array]]:
+        yield f"{name}.weight", around(1.0, size)
+        yield f"{name}.bias", around(0.0, size)
+
+    def merger(name: str, norm_size: int) -> Iterable[tuple[str, Array]]:
+        merged = TOWER_SIZE * MERGE_SIZE**2
+        yield from norm(f"{name}.norm", norm_size)
+        yield from linear(f"{name}.linear_fc1", merged, merged)
+        yield from linear(f"{name}.linear_fc2", hidden_size, merged, 2.0)
+
+    size = math.prod(patch)
+    yield "model.visual.patch_embed.proj.weight", matrix(TOWER_SIZE, size, 2 / math.sqrt(size)).reshape(-1, *patch)
+    yield "model.visual.patch_embed.proj.bias", around(0.0, TOWER_SIZE)
+    yield "model.visual.pos_embed.weight", matrix(GRID * GRID, TOWER_SIZE, 0.5)
+    for layer in range(TOWER_DEPTH):
+        block = f"model.visual.blocks.{layer}"
+        yield from norm(f"{block}.norm1", TOWER_SIZE)
+        yield from norm(f"{block}.norm2", TOWER_SIZE)
+        yield from linear(f"{block}.attn.qkv", 3 * TOWER_SIZE, TOWER_SIZE)
+        yield from linear(f"{block}.attn.proj", TOWER_SIZE, TOWER_SIZE, 2.0)
+        yield from linear(f"{block}.mlp.linear_fc1", TOWER_MLP, TOWER_SIZE)
+        yield from linear(f"{block}.mlp.linear_fc2", TOWER_SIZE, TOWER_MLP, 2.0)
+    yield from merger("model.visual.merger", TOWER_SIZE)
+    for index in range(len(DEEP_LAYERS)):
+        yield from merger(f"model.visual.deepstack_merger_list.{index}", TOWER_SIZE * MERGE_SIZE**2)
+
+
+def special_tokens(family: str, text_tokens: Sequence[str]) -> tuple[str, ...]:
+    """Return the special tokens of a family, in the order of their ids. `text_tokens`: those of every family."""
+    return (*text_tokens, *VISION_TOKENS) if family in VISION_FAMILIES else tuple(text_tokens)
