@@ -4,18 +4,38 @@ Written at the end of a router and read by the next one (`http/answer/kept_reque
 the ids of the prompt, the resolved sampling with the drawn seed, and the tokens so far determine the rest. The body
 determines what kind of answer they are made into.
 
+Images and other long base64 texts of a body may lie beside the request, each in a file of its own that several
+requests can name (`without_files`).
+
 Invariant: a file is its SHA-256 and then its JSON, so one that is cut short or changed is detected.
 """
 
 from __future__ import annotations
 
+import binascii
 import hashlib
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from chitu.known_types import known
-from chitu.protocol.receipt import ReceiptSampling
+from chitu.protocol.receipt import ReceiptImage, ReceiptSampling
+
+LEAST_FILE_CHARS = 4096
+"""Shorter texts stay in the body."""
+_BASE64 = re.compile(rf'(?<=[",])[A-Za-z0-9+/]{{{LEAST_FILE_CHARS},}}+={{0,2}}+(?=")')
+"""A whole JSON string, or what follows the comma of a data URL. Possessive: its time is linear in the body."""
+
+
+class BodyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    at: int
+    """Number of characters of the body, without its files, before it."""
+    sha256: str
+    """Hex, of its bytes."""
+    num_bytes: int
 
 
 class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +49,9 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     route: str
     """Name of its endpoint (`http/answer/dialect.py`)."""
     body: str
-    """Request body as the client sent it."""
+    """Request body as the client sent it, without `files`."""
+    files: list[BodyFile] = []
+    """What is not in the body, in order."""
     created_s: int
     """Creation of the answer; Unix time, as the next."""
     expires_s: float
@@ -41,6 +63,8 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: str
     """Type of K and V."""
     prompt_token_ids: list[int]
+    images: list[ReceiptImage] = []
+    """Images of the prompt, in order of position."""
     sampling: ReceiptSampling
     token_ids: list[int]
     """Tokens that were emitted."""
@@ -71,3 +95,50 @@ def unpack(data: bytes) -> KeptRequest:
     if record.logprobs and len(record.logprobs) != len(record.token_ids):
         raise DamagedFile(f"logprobs of {len(record.logprobs)} of {len(record.token_ids)} tokens")
     return record
+
+
+def without_files(record: KeptRequest) -> tuple[KeptRequest, dict[str, bytes]]:
+    """Return the record without the long base64 texts of its body, and the bytes of each by its SHA-256 (hex)."""
+    found: dict[str, bytes] = {}
+    places: list[BodyFile] = []
+    pieces: list[str] = []
+    start = num_chars = 0
+    for match in _BASE64.finditer(record.body):
+        data = _decoded(match[0])
+        if data is None:
+            continue
+        digest = hashlib.sha256(data).hexdigest()
+        found[digest] = data
+        pieces.append(record.body[start : match.start()])
+        num_chars += len(pieces[-1])
+        places.append(BodyFile(num_chars, digest, len(data)))
+        start = match.end()
+    if not places:
+        return record, found
+    body = "".join([*pieces, record.body[start:]])
+    return msgspec.structs.replace(record, body=body, files=places), found
+
+
+def with_files(record: KeptRequest, found: Mapping[str, bytes]) -> KeptRequest:
+    """Return the record with its whole body. `found`: as `without_files` returned it. Raises DamagedFile if a file is
+    another one."""
+    if not record.files:
+        return record
+    pieces: list[str] = []
+    start = 0
+    for each in record.files:
+        data = found[each.sha256]
+        if hashlib.sha256(data).hexdigest() != each.sha256:
+            raise DamagedFile(f"its file {each.sha256} was modified or truncated")
+        pieces += [record.body[start : each.at], b64encode(data).decode()]
+        start = each.at
+    return msgspec.structs.replace(record, body="".join([*pieces, record.body[start:]]), files=[])
+
+
+def _decoded(text: str) -> bytes | None:
+    """Return the bytes of a base64 text; None if they do not have exactly this text."""
+    try:
+        data = b64decode(text, validate=True)
+    except binascii.Error:
+        return None
+    return data if b64encode(data).decode() == text else None

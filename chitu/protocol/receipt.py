@@ -12,11 +12,12 @@ signature: anyone who changes a field can make a new one, which only a replay fi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from chitu.protocol.images import IMAGE_KEY_BYTES, ImagePart
 from chitu.protocol.requests import SamplingParams
 
 DIGEST_CHARS = 16
@@ -24,6 +25,41 @@ DIGEST_CHARS = 16
 
 class ReceiptSampling(SamplingParams, frozen=True, omit_defaults=False):
     """`SamplingParams` as they were served, with all fields."""
+
+
+class ReceiptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image of the prompt, without its bytes: who has the file can tell that it is the one."""
+
+    key: str
+    """Hex of `ImagePart.key`."""
+    num_bytes: int
+    """Size of its file (bytes)."""
+    grid: tuple[int, int, int]
+    spans: list[tuple[int, int, int]]
+    """Both as in `ImagePart`."""
+    fingerprint: str
+    """Hex of the fingerprint of the image processor, which keys `key`."""
+
+    @property
+    def part(self) -> ImagePart:
+        return ImagePart(bytes.fromhex(self.key), tuple(self.spans), self.grid)
+
+    def is_of(self, file: bytes) -> bool:
+        """Return whether this is its file."""
+        return len(file) == self.num_bytes and image_key(file, bytes.fromhex(self.fingerprint)).hex() == self.key
+
+
+def image_key(file: bytes, fingerprint: bytes) -> bytes:
+    """Return `ImagePart.key` of a file."""
+    return hashlib.blake2b(file, digest_size=IMAGE_KEY_BYTES, key=fingerprint).digest()
+
+
+def images_told(images: Iterable[ImagePart], files: Mapping[bytes, bytes], fingerprint: bytes) -> list[ReceiptImage]:
+    """Return what is told of a prompt's images. `files`: by key."""
+    return [
+        ReceiptImage(each.key.hex(), len(files[each.key]), each.grid, [*each.spans], fingerprint.hex())
+        for each in images
+    ]
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +82,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     served: list[str]
     """Pairs that it was tried on, as `P0-D1`; the last one finished it."""
     prompt_token_ids: list[int]
+    images: list[ReceiptImage] = []
+    """Images of the prompt, in order of position. Has a digest only with some."""
     sampling: ReceiptSampling
     token_ids: list[int]
     """Tokens of the answer, up to the one that ended it."""
@@ -71,7 +109,7 @@ def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
         if name == "sampling":
             for key, part in msgspec.structs.asdict(value).items():
                 yield f"sampling.{key}", _digest(part)
-        elif name != "digests" and (value or name not in ("adapter_hash", "weights")):
+        elif name != "digests" and (value or name not in ("adapter_hash", "weights", "images")):
             yield name, _digest(value)
 
 

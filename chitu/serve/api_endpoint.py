@@ -20,7 +20,8 @@ from chitu.config.schema import Topology
 from chitu.config.topology import router_at
 from chitu.errors import NoInstance
 from chitu.http.answer.generate import GenerationRoutes
-from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.answer.kept_folder import KeptFolder
+from chitu.http.answer.kept_requests import KeptRequests, KeptRoute
 from chitu.http.answer.proof import HEADERS as PROOF_HEADERS
 from chitu.http.answer.spans import SpanExport
 from chitu.http.api_document import control_app

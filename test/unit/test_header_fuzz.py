@@ -20,7 +20,8 @@ from chitu.cluster.cluster import RouterRecord
 from chitu.config.schema import BatchesConfig, ModelConfig, RouterConfig
 from chitu.errors import ChituError
 from chitu.http.answer.generate import GenerationRoutes
-from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.answer.kept_folder import KeptFolder
+from chitu.http.answer.kept_requests import KeptRequests, KeptRoute
 from chitu.http.api_document import control_app
 from chitu.http.ask.reader import BodyReader
 from chitu.http.ask.served_model import ServedModel

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
+import json
 import os
+import random
 import shutil
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +24,14 @@ from support.clock import FakeClock
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.answer.choice import RunningAnswers
-from chitu.http.answer.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
+from chitu.http.answer.kept_folder import FILE_SUFFIX, UNNAMED_S, KeptFolder, NotKept
+from chitu.http.answer.kept_requests import LOOK_S, KeptRequests
 from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt
 from chitu.http.ask.served_model import ModelLimits
 from chitu.http.wire.events import EventNumbers, events_read
-from chitu.protocol import InstanceInfo, KVLayout, RequestOptions, SamplingParams
-from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
-from chitu.protocol.receipt import ReceiptSampling
+from chitu.protocol import ImagePart, InstanceInfo, KVLayout, RequestOptions, SamplingParams
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack, with_files, without_files
+from chitu.protocol.receipt import ReceiptSampling, image_key, images_told
 from chitu.router.candidates import Candidates
 from chitu.router.generation import GenerateRequest
 
@@ -189,6 +194,99 @@ def test_the_folder_has_bounds(tmp_path: Path) -> None:
         KeptFolder(KeptRequestsConfig(), Path("/proc/nowhere")).write(record())
 
 
+def picture(seed: int, num_bytes: int = 300_000) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def with_pictures(*pictures: bytes, **changes: Any) -> KeptRequest:
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(each).decode()}"}}
+        for each in pictures
+    ]
+    return record(body=json.dumps({"messages": [{"role": "user", "content": parts}], "note": "a" * 5001}), **changes)
+
+
+def test_images_lie_beside_the_requests_each_once(tmp_path: Path) -> None:
+    """Two requests with one picture fit where two copies of it would not."""
+    kept, first, second = folder(tmp_path, max_mb=1), picture(1), picture(2)
+    records = [with_pictures(first, second, first), with_pictures(second)]
+    for each in records:
+        kept.write(each)
+    files = {path.name: path.stat() for path in (tmp_path / "kept").iterdir() if path.suffix == FILE_SUFFIX}
+    assert {*files} == {hashlib.sha256(each).hexdigest() + FILE_SUFFIX for each in (first, second)}
+    assert all(facts.st_mode & 0o777 == 0o600 for facts in files.values())
+    assert all(path.stat().st_size < 10_000 for path in (tmp_path / "kept").iterdir() if path.suffix == ".request")
+    whole = [kept.whole(each) for _, each in found(kept)]
+    assert sorted(each.body for each in whole) == sorted(each.body for each in records)
+    assert all(not each.files for each in whole)
+    with pytest.raises(NotKept, match="max_mb"):
+        kept.write(with_pictures(picture(3, 500_000)))
+    assert len(names(tmp_path)) == 4
+
+
+def test_files_go_when_no_request_names_them_any_more(tmp_path: Path) -> None:
+    kept, shared, own, now_s = folder(tmp_path), picture(1), picture(2), time.time()
+    kept.write(with_pictures(shared, own, expires_s=now_s + 1e6))
+    kept.write(with_pictures(shared, model_hash="other", expires_s=now_s + 1e6))
+    old_s = now_s + UNNAMED_S + 10
+    ((name, _),) = found(kept, old_s)
+    assert kept.take(name)
+    assert found(kept, now_s) == [] and len(names(tmp_path)) == 3, "it may be of a request that is being written"
+    found(kept, old_s)
+    assert f"{hashlib.sha256(own).hexdigest()}{FILE_SUFFIX}" not in names(tmp_path) and len(names(tmp_path)) == 2
+    ((name, _),) = kept.found(old_s, "other", "float32")
+    kept.write(record(expires_s=now_s + 1e6))
+    few = folder(tmp_path, max_requests=1)
+    for _ in range(3):
+        few.found(old_s, "h", "float32")
+    assert kept.take(name)
+    found(kept, old_s)
+    assert [each.rpartition(".")[2] for each in names(tmp_path)] == ["request"]
+
+
+def test_what_a_router_that_ends_writes_is_young_again(tmp_path: Path) -> None:
+    """Else another router would remove the file just before its request is there."""
+    kept, shared = folder(tmp_path), picture(1)
+    kept.write(with_pictures(shared))
+    (path,) = [each for each in (tmp_path / "kept").iterdir() if each.suffix == FILE_SUFFIX]
+    os.utime(path, (NOW_S, NOW_S))
+    kept.write(with_pictures(shared))
+    assert path.stat().st_mtime > NOW_S + UNNAMED_S and len(names(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("fault", ["changed", "gone", "foreign"])
+def test_a_request_whose_image_is_not_what_it_was_is_not_read(tmp_path: Path, fault: str) -> None:
+    kept = folder(tmp_path)
+    kept.write(with_pictures(picture(1)))
+    (path,) = [each for each in (tmp_path / "kept").iterdir() if each.suffix == FILE_SUFFIX]
+    if fault == "changed":
+        path.write_bytes(picture(2))
+    elif fault == "gone":
+        path.unlink()
+    else:
+        path.chmod(0o666)
+    ((_, each),) = found(kept)
+    with pytest.raises(DamagedFile, match="file " + path.stem):
+        kept.whole(each)
+
+
+def test_only_what_can_be_written_as_it_was_leaves_the_body() -> None:
+    texts = [
+        "=" * 5000,
+        "A" * 4095,
+        "A" * 4097,
+        "A" * 4096 + "B=",
+        "A" * 4096 + "B==",
+        "A" * 4096 + "BA==",
+        "A+/" * 2000,
+    ]
+    for text in texts:
+        whole = record(body=json.dumps({"prompt": text, "other": [text, f"data:x;base64,{text}"]}))
+        bare, files = without_files(whole)
+        assert with_files(bare, files) == whole
+        assert len(bare.files) == 3 * (text in ("A" * 4096 + "BA==", "A+/" * 2000)), text[-10:]
+
+
 def test_events_are_numbered_and_left_out_alike_however_they_come() -> None:
     events = [b"event: a\ndata: {}\n\n", b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"]
     whole = EventNumbers().apply(b"".join(events))
@@ -309,6 +407,55 @@ async def test_a_request_goes_on_with_the_content_of_its_adapter_alone(tmp_path:
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
     assert [request.options.adapter for request in sent] == (["sql"] if known else [])
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ([] if known else ["refused"])
+
+
+@pytest.mark.parametrize("change", ["", "processor", "file", "number"])
+async def test_a_request_goes_on_with_its_own_images_alone(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has so far is of those. Their places are those of its tokens: a template may write another date now."""
+    processor, image = b"p" * 16, picture(1)
+    key = image_key(image, processor)
+    parts = (ImagePart(key, ((1, 4, 0), (7, 2, 4)), (1, 2, 3)),)
+    of = folder(tmp_path, max_age_s=1e12)
+    told = images_told(parts, {key: image}, processor)
+    ids = [*range(10)]
+    of.write(with_pictures(image, expires_s=1e12, prompt_token_ids=ids, images=told))
+    now = b"q" * 16 if change == "processor" else processor
+    seen = picture(2) if change == "file" else image
+    found_now = ImagePart(image_key(seen, now), ((3, 4, 0), (9, 2, 4)), (1, 2, 3))
+    images = () if change == "number" else (found_now,)
+    model = SimpleNamespace(
+        layout=KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100),
+        limits=lambda candidates: ModelLimits(50, 100),
+        require_known=lambda *given: None,
+        ends_of=lambda sampling: frozenset(),
+    )
+    sent: list[GenerateRequest] = []
+
+    def resume(request: GenerateRequest, tokens: list[int], wake: Callable[[], None]) -> None:
+        sent.append(request)
+        raise Capacity("full")  # it is tried again later
+
+    router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "", resume=resume)
+    decoder = SimpleNamespace(feed=lambda *given: None, finish_reason=None)
+    routes = SimpleNamespace(running=RunningAnswers(lambda generation: None), decoder_of=lambda *given: decoder)
+    options = OutputOptions(1, False, False, (), False, True, False)
+
+    async def parse_again(route: str, raw: bytearray) -> ParsedRequest:
+        assert b64encode(image) in raw
+        prompt, files = Prompt(b"", 0, "", images=images), {each.key: seen for each in images}
+        return ParsedRequest([prompt], [SamplingParams(10)], options, files=files, image_fingerprint=now)
+
+    bodies, none = SimpleNamespace(parse_again=parse_again), lambda *given: None
+    kept = KeptRequests(of, model, router, bodies, routes, none, FakeClock())  # type: ignore[arg-type]
+    kept.tick()
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+    says = {"processor": "another image processor", "file": "image 0 of the", "number": "has 1, and its body 0"}
+    if change:
+        assert not sent and says[change] in caplog.text
+    else:
+        assert [(request.images, request.files) for request in sent] == [(parts, {key: image})]
 
 
 async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

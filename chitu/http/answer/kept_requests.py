@@ -5,10 +5,11 @@ An answer that was taken up continues without a reader. Each reader gets a copy 
 follows, in a `Generation` of its own: so any number of readers can read it as its first client would have. Several
 routers may share the folder, and any may be killed anywhere.
 
-Invariants: a file under its final name is complete (written aside, synced, renamed) and of mode 0600; files that this
-user did not write are not read. A written request emits nothing more, so no client has read what is not in the file.
-A request is taken up once, by the one router that renamed its file; without a reader it ends by its own limits, and it
-is dropped when it is too old.
+A request with images is continued with the same files, prepared by an equal image processor, or not at all.
+
+Invariants: a written request emits nothing more, so no client has read what is not in its file. A request is taken up
+once, by the one router that renamed its file; without a reader it ends by its own limits, and it is dropped when it is
+too old.
 """
 
 from __future__ import annotations
@@ -16,24 +17,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from chitu import __version__
 from chitu.clock import Clock
-from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
 from chitu.http.answer.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup
 from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.answer.kept_folder import KeptFolder, NotKept
 from chitu.http.ask.parsed import ParsedRequest
 from chitu.http.ask.reader import BodyReader
 from chitu.http.ask.served_model import ServedModel
@@ -42,151 +39,16 @@ from chitu.http.wire.exchange import Exchange
 from chitu.net.http import Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32
-from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
-from chitu.protocol.receipt import ReceiptSampling
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack
+from chitu.protocol.receipt import ReceiptImage, ReceiptSampling, images_told
 from chitu.router.generation import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".request"
-ASIDE = (".partial", ".damaged", ".refused", ".taken")
-"""Suffixes of files that no router reads; they are removed when they are old."""
 LOOK_S = 1.0
 """Interval between two looks into the folder."""
 BUSY = (429, 503)
 """HTTP statuses of a router that may accept a request later."""
-
-
-class NotKept(Exception):
-    """Why a request is not written, or its file not read."""
-
-
-class KeptFolder:
-    def __init__(self, config: KeptRequestsConfig, path: Path) -> None:
-        self.config = config
-        self._path = path
-        self._max_bytes = config.max_mb << 20
-        self._said: set[str] = set()
-        """Names of files that were logged already."""
-
-    def write(self, record: KeptRequest) -> None:
-        """Write the request to a new file. Raises NotKept or OSError."""
-        data = pack(record)
-        try:
-            self._write(data)
-        except FileNotFoundError:  # a cleaner deleted the file, or the folder
-            self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sizes = [facts.st_size for entry, facts in self._files() if entry.name.endswith(SUFFIX)]
-        if len(sizes) >= self.config.max_requests:
-            raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
-        if sum(sizes) + len(data) > self._max_bytes:
-            raise NotKept(f"the folder has no room for {len(data)} bytes more (router.kept_requests.max_mb)")
-        path = self._path / (secrets.token_hex(16) + SUFFIX)
-        partial = path.with_suffix(".partial")
-        try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(partial, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        folder = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def found(self, now_s: float, model_hash: str, dtype: str) -> list[tuple[str, KeptRequest]]:
-        """Return names and requests that wait for a router of this model, at most `max_requests`. Removes old files and
-        puts damaged ones aside; those of other models or users stay. Raises OSError."""
-        found: list[tuple[str, KeptRequest]] = []
-        for entry, facts in self._files():
-            name = entry.name
-            with contextlib.suppress(FileNotFoundError):  # another router took it
-                if name.endswith(ASIDE) and facts.st_mtime < now_s - self.config.max_age_s:
-                    os.unlink(entry.path)
-                if not name.endswith(SUFFIX) or len(found) >= self.config.max_requests:
-                    continue
-                try:
-                    record = unpack(self._read(name))
-                except DamagedFile as error:
-                    self.refuse(name, str(error), ".damaged")
-                except (PermissionError, NotKept) as error:
-                    self._say(name, f"is skipped: {error}")
-                else:
-                    if record.expires_s < now_s:
-                        os.unlink(entry.path)
-                        logger.warning("kept request %s expired: no router continued it in time", record.request_id)
-                    elif (record.model_hash, record.dtype) != (model_hash, dtype):
-                        theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
-                        self._say(name, f"({record.request_id}) is skipped: it needs the model {theirs}, not {ours}")
-                    else:
-                        found.append((name, record))
-        return found
-
-    def take(self, name: str) -> bool:
-        """Take a file and return whether it is this router's: if several try, one succeeds. Raises OSError."""
-        taken = self._path / f"{name}.{secrets.token_hex(8)}.taken"
-        is_ours = True
-        try:
-            os.rename(self._path / name, taken)
-        except FileNotFoundError:
-            is_ours = taken.exists()  # a network file system may repeat a rename that was done
-        with contextlib.suppress(OSError):
-            taken.unlink()
-        return is_ours
-
-    def refuse(self, name: str, reason: str, suffix: str = ".refused") -> None:
-        """Put a file aside, where operators may look at it."""
-        aside = name + suffix
-        if (self._path / aside).is_dir():  # somebody else's
-            aside = f"{name}.{secrets.token_hex(8)}{suffix}"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self._path / name, self._path / aside)
-            logger.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, aside, reason)
-
-    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-        """Yield the regular files. Anything else is not a router's, and left alone."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another router took it
-                    facts = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(facts.st_mode):
-                        yield entry, facts
-                    elif entry.name.endswith(SUFFIX):
-                        self._say(entry.name, "is skipped: it is no regular file")
-
-    def _read(self, name: str) -> bytes:
-        """Return a file's content. NotKept if it is not a file of this user, DamagedFile if it is too large."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(self._path / name, flags)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise NotKept(f"it cannot be read: {error.strerror}") from None
-        try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-                raise NotKept("it is not a regular file of this user that no other user can write")
-            if facts.st_size > self._max_bytes:
-                raise DamagedFile(f"{facts.st_size} bytes")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(self._max_bytes)
-        finally:
-            os.close(descriptor)
-
-    def _say(self, name: str, text: str) -> None:
-        if name not in self._said and len(self._said) < self.config.max_requests:
-            self._said.add(name)
-            logger.warning("the file %s of kept requests %s", self._path / name, text)
 
 
 class _News(Wakeup):
@@ -324,6 +186,7 @@ class KeptRequests:
             adapter_hash=layout.adapter_hash(origin.parsed.asked.adapter),
             dtype=layout.dtype,
             prompt_token_ids=unpack_i32(choice.prompt.token_ids).tolist(),
+            images=images_told(choice.prompt.images, origin.parsed.files, origin.parsed.image_fingerprint),
             sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
             token_ids=generation.output.tolist(),
             logprobs=_logprobs_of(generation),
@@ -382,7 +245,10 @@ class KeptRequests:
                 if self._is_ending:
                     return
                 try:
-                    each = await self._parsed(record)
+                    each = await self._parsed(await asyncio.to_thread(self._folder.whole, record))
+                except DamagedFile as error:
+                    await asyncio.to_thread(self._folder.refuse, name, f"{record.request_id}: {error}", ".damaged")
+                    continue
                 except ChituError as error:
                     if error.http_status in BUSY:
                         has_all = False
@@ -425,19 +291,26 @@ class KeptRequests:
             )
         if self._model.layout is None or self._model.layout.adapter_hash(parsed.asked.adapter) != record.adapter_hash:
             raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.asked.adapter!r}")
-        parsed.prompts[0].token_ids, parsed.prompts[0].num_tokens = pack_i32(ids), len(ids)
+        prompt = parsed.prompts[0]
+        told = images_told(prompt.images, parsed.files, parsed.image_fingerprint)
+        if [each.key for each in told] != [each.key for each in record.images]:
+            raise InvalidRequest(why_other_images(record, told))
+        prompt.images = tuple([each.part for each in record.images])
+        prompt.token_ids, prompt.num_tokens = pack_i32(ids), len(ids)
         if parsed.asked.cache_salt is not None:
             salt = record.tenant + parsed.asked.cache_salt
             parsed.asked = msgspec.structs.replace(parsed.asked, cache_salt=salt)
         request = GenerateRequest(
             request_id=record.request_id,
-            token_ids=parsed.prompts[0].token_ids,
+            token_ids=prompt.token_ids,
             num_tokens=len(ids),
             sampling=parsed.samplings[0],
             stop_ids=self._model.ends_of(parsed.samplings[0]),
             timeout_s=record.left_s,
             options=parsed.asked,
             prediction=parsed.prediction,
+            images=prompt.images,
+            files=parsed.files,
             slo=parsed.slo,
             tenant=record.tenant,
         )
@@ -553,6 +426,19 @@ class KeptRequests:
         reader.logprobs = list(source.kept_logprobs or ())
         _copy_end(source, reader)
         reader.wake()
+
+
+def why_other_images(record: KeptRequest, now: Sequence[ReceiptImage]) -> str:
+    """Return why the images of the body are not those that the request began with. `now`: what this router makes of
+    it."""
+    if len(now) != len(record.images):
+        return f"images: the kept request has {len(record.images)}, and its body {len(now)} on this router"
+    pairs = enumerate(zip(record.images, now, strict=True))
+    place, (before, after) = next((n, pair) for n, pair in pairs if pair[0].key != pair[1].key)
+    if before.fingerprint != after.fingerprint:
+        processors = f"{before.fingerprint}, not {after.fingerprint}"
+        return f"images: the kept request began with another image processor (fingerprint {processors})"
+    return f"images: image {place} of the kept request is another one now"
 
 
 def _copy_end(source: Generation, reader: Generation) -> None:
