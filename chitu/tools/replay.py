@@ -95,6 +95,7 @@ def _of_snapshot(record: KeptRequest) -> Receipt:
             dtype=cast(Any, record.dtype),
             served=[],
             prompt_token_ids=record.prompt_token_ids,
+            images=record.images,
             sampling=record.sampling,
             token_ids=record.token_ids,
             finish=record.finish or "text",
@@ -189,6 +190,9 @@ def replay(saved: Saved, prober: Prober, layout: KVLayout) -> Replayed:
             says = f"the engine has no LoRA adapter with the hash {receipt.adapter_hash} ({receipt.model!r}); give its "
             return Replayed(receipt.request_id, "unjudged", f"{says}folder with --adapter, beside --model")
         prober = replace(prober, model=names[receipt.adapter_hash])
+    if receipt.images:
+        says = f"its prompt has {len(receipt.images)} images: a receipt names them, and has no files to compute them of"
+        return Replayed(receipt.request_id, "unjudged", says)
     if not receipt.prompt_token_ids or not receipt.token_ids:
         return Replayed(receipt.request_id, "unjudged", "it has no tokens")
     try:

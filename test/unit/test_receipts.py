@@ -14,10 +14,10 @@ from test_jobs import World
 from chitu.errors import InvalidRequest
 from chitu.http.answer.proof import receipt_of
 from chitu.launch.router_client import RouterClient
-from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
-from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
+from chitu.protocol import Finish, Grammar, ImagePart, KVLayout, Reasoning, SamplingParams, pack_i32
+from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, image_key, images_told, sealed
 from chitu.router.generation import Generation
-from chitu.tools.replay import fields_of, judge, read_receipts, replay
+from chitu.tools.replay import Saved, fields_of, judge, read_receipts, replay
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Prober, Score
 
 
@@ -133,6 +133,25 @@ def test_a_receipt_names_the_adapter_by_its_hash() -> None:
         assert (one.model, one.adapter_hash, changed_fields(one)) == (adapter or "m", digest, [])
         assert ("adapter_hash" in one.digests) == bool(adapter), "without one it is as receipts always were"
     assert changed_fields(msgspec.structs.replace(one, adapter_hash="")) == ["adapter_hash"]
+
+
+def test_a_receipt_names_the_images_and_is_not_replayed_without_them() -> None:
+    """The prompt's ids alone have only placeholders in their place. Where no router listens, asking would be an error
+    of another kind."""
+    layout, file, processor = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99), b"GIF", b"p" * 16
+    request = generate_request("r", pack_i32([5, 6, 6, 6]), 4, SamplingParams(4, seed=8))
+    made = Generation(request, lambda: None, 9.0, 0.0, tokens=[7])
+    part = ImagePart(image_key(file, processor), ((1, 2, 0), (3, 1, 2)), (1, 1, 3))
+    told = images_told((part,), {part.key: file}, processor)
+    one = receipt_of("m", layout, made, 1, told)
+    again = msgspec.json.decode(msgspec.json.encode(one), type=Receipt)
+    (image,) = again.images
+    assert image.part == part and image.num_bytes == 3 and changed_fields(again) == []
+    assert [image.is_of(each) for each in (file, b"PNG", b"")] == [True, False, False]
+    assert changed_fields(msgspec.structs.replace(one, images=[])) == ["images"]
+    assert "images" not in receipt_of("m", layout, made, 1).digests, "without one it is as receipts always were"
+    result = replay(Saved(again), Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout)
+    assert result.verdict == "unjudged" and "1 image" in result.says, result
 
 
 def score(logprob: float, top: int, top_logprob: float) -> Score:

@@ -46,6 +46,7 @@ from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_PRIORITY, SamplingParams, prompt_lines, unpack_i32
 from chitu.protocol.account import Moments, total_drafts
+from chitu.protocol.receipt import images_told
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
@@ -370,7 +371,10 @@ class GenerationRoutes:
         cached_tokens, receipt = self._usage(parsed, running.choices).cached_tokens, None
         if parsed.options.return_receipt and kept is not None and self._model.layout is not None:
             (choice,) = running.choices
-            receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
+            told = images_told(choice.prompt.images, parsed.files, parsed.image_fingerprint)
+            receipt = receipt_of(
+                self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens, told
+            )
         wants_sums = parsed.samplings[0].page_sums
         sums = [ChoiceSums.of(choice.generation.finish) for choice in running.choices] if wants_sums else ()
         has_tokens = parsed.options.return_token_ids and kept is not None

@@ -16,7 +16,7 @@ from chitu import __version__
 from chitu.net.http import Headers
 from chitu.protocol import KVLayout, unpack_i32
 from chitu.protocol.account import Moments, RequestSnapshot, RequestState, Stages, request_stages
-from chitu.protocol.receipt import Receipt, ReceiptSampling, sealed
+from chitu.protocol.receipt import Receipt, ReceiptImage, ReceiptSampling, sealed
 from chitu.protocol.requests import Finish
 from chitu.router.generation import Generation
 
@@ -200,9 +200,11 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
     )
 
 
-def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:
+def receipt_of(
+    model: str, layout: KVLayout, generation: Generation, num_tokens: int, images: Sequence[ReceiptImage] = ()
+) -> Receipt:
     """Return the receipt. `model`: served name of the model alone. `num_tokens`: tokens of the answer; D may have
-    generated more before it received the end."""
+    generated more before it received the end. `images`: those of its prompt."""
     request, output = generation.request, generation.output
     reason = generation.finish.reason if generation.finish is not None else ""
     if reason not in ("stop", "length") or num_tokens < len(output):
@@ -221,6 +223,7 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
             dtype=cast(Any, layout.dtype),
             served=pairs,
             prompt_token_ids=unpack_i32(request.token_ids).tolist(),
+            images=[*images],
             sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
             token_ids=output[:num_tokens].tolist(),
             finish=cast(Any, reason),
