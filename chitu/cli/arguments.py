@@ -51,6 +51,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
     command.add_argument("--system", metavar="TEXT", help="the system message")
     command.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="an image of the first question; repeatable"
+    )
+    command.add_argument(
         "--max-tokens", type=_positive(int), metavar="N", help="length of an answer (default: the rest of the context)"
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0 (greedy)")

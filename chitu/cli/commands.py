@@ -133,7 +133,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     question = " ".join(arguments.question) if arguments.question else None
     options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
-    return chat(arguments.url, api_key(), question, options)
+    return chat(arguments.url, api_key(), question, options, arguments.image)
 
 
 def _batch(arguments: argparse.Namespace) -> int:

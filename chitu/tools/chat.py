@@ -8,18 +8,22 @@ Ctrl-C ends the running answer and its request.
 from __future__ import annotations
 
 import contextlib
+import mimetypes
 import os
 import random
 import re
 import sys
+from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from chitu.assets.tiny_tasks import Example, facts_for, recall
-from chitu.errors import ChituError, InvalidRequest
+from chitu.errors import ChituError, ConfigError, InvalidRequest
 from chitu.launch.router_client import Answer, RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tools.trace import CLUSTER_COLUMNS, cluster_line, cluster_rows, find_request, trace_lines
@@ -35,6 +39,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 HELP = (
     ("/example [TOKENS]", f"a new conversation with a question on a long list, about {EXAMPLE_TOKENS} tokens"),
+    ("/image FILE", "shows the model an image, with the next question; several may be given"),
     ("/cluster", "the instances with their loads"),
     ("/clear", "a new conversation"),
     ("/help", "this"),
@@ -53,11 +58,21 @@ class ChatOptions:
     temperature: float = 0.0
 
 
+Content = str | list[dict[str, Any]]
+"""What a user's message has: a text, or parts if there are images."""
+
+
 @dataclass(slots=True)
 class Conversation:
     options: ChatOptions
-    turns: list[tuple[str, str]] = field(default_factory=list)
+    turns: list[tuple[Content, str]] = field(default_factory=list)
     """Questions with their answers as far as received; a question without any answer is not kept."""
+    images: list[str] = field(default_factory=list)
+    """Images of the next question, as data URLs."""
+
+    def clear(self) -> None:
+        self.turns.clear()
+        self.images.clear()
 
     def body(self, question: str) -> dict[str, Any]:
         """Return the body of a chat request with this next question."""
@@ -65,7 +80,7 @@ class Conversation:
         messages = [{"role": "system", "content": options.system}] if options.system else []
         for asked, answered in self.turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        messages.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": self._content(question)})
         body: dict[str, Any] = {"model": options.model, "messages": messages, "temperature": options.temperature}
         body["separate_reasoning"] = False  # reasoning is shown as the model writes it
         if options.max_tokens is not None:
@@ -73,8 +88,28 @@ class Conversation:
         return body
 
     def keep(self, question: str, answer: str) -> None:
+        """Note what was asked, which had the images, and what was answered."""
         if answer:
-            self.turns.append((question, answer))
+            self.turns.append((self._content(question), answer))
+        self.images.clear()
+
+    def _content(self, question: str) -> Content:
+        if not self.images:
+            return question
+        images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return [*images, {"type": "text", "text": question}]
+
+
+def data_url(path: str) -> str:
+    """Return an image's file as a data URL. The router judges what it is. Raise ConfigError if it cannot be read."""
+    try:
+        data = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the image {path} cannot be read: {error.strerror}") from error
+    if not data:
+        raise ConfigError(f"the image {path} is empty")
+    kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{b64encode(data).decode()}"
 
 
 def recall_example(rng: random.Random, prompt_tokens: int, max_model_len: int | None) -> Example:
@@ -108,17 +143,20 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
-def chat(url: str, api_key: str | None, question: str | None, options: ChatOptions) -> int:
+def chat(url: str, api_key: str | None, question: str | None, options: ChatOptions, images: Sequence[str] = ()) -> int:
     """Run the chat and return the exit code: 0, 1 if an answer failed, 130 after Ctrl-C. If `question` is None, read it
-    from stdin, or chat if stdin is a terminal. Raise ChituError if no router answers."""
+    from stdin, or chat if stdin is a terminal. `images`: files that the first question has. Raise ChituError if no
+    router answers, or a file cannot be read."""
     try:
+        shown = [data_url(path) for path in images]
         if question is None and not sys.stdin.isatty():
             question = _question_from(sys.stdin)
         if question is not None and not question.strip():
             raise InvalidRequest("the question is empty")
         client = RouterClient(url, api_key)
         options = replace(options, model=options.model or client.model_name())
-        terminal = ChatTerminal(client, Conversation(options), sys.stdout, Console(stderr=True, highlight=False))
+        conversation = Conversation(options, images=shown)
+        terminal = ChatTerminal(client, conversation, sys.stdout, Console(stderr=True, highlight=False))
         return terminal.converse() if question is None else terminal.ask_once(question)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -196,8 +234,10 @@ class ChatTerminal:
             return self._example(argument.strip())
         if name == "/cluster":
             self._show_cluster()
+        elif name == "/image":
+            self._add_image(argument.strip())
         elif name == "/clear":
-            self._conversation.turns.clear()
+            self._conversation.clear()
             self._note("a new conversation")
         elif name == "/help":
             for command, meaning in HELP:
@@ -206,13 +246,22 @@ class ChatTerminal:
             self._note(f"there is no command {name}; /help shows them")
         return False
 
+    def _add_image(self, path: str) -> None:
+        """Have the next question show an image. Raises ConfigError if its file cannot be read."""
+        if not path:
+            self._note("/image needs the path of a file")
+            return
+        images = self._conversation.images
+        images.append(data_url(path))
+        self._note(f"the next question shows {path}" + (f", and {len(images) - 1} before it" if images[1:] else ""))
+
     def _example(self, argument: str) -> bool:
         if argument and not (argument.isdecimal() and int(argument) > 0):
             self._note(f"/example needs a number of tokens, not {argument}")
             return False
         tokens = int(argument) if argument else EXAMPLE_TOKENS
         example = recall_example(random.Random(), tokens, self._client.cluster().max_model_len)
-        self._conversation.turns.clear()
+        self._conversation.clear()
         self._notes.print(shortened(example.prompt), markup=False)
         return self._ask(example.prompt, example).is_stopped
 

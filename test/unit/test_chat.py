@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from chitu.tools.chat import (
     ChatOptions,
     ChatTerminal,
     Conversation,
+    data_url,
     is_right,
     printable,
     recall_example,
@@ -282,6 +284,49 @@ def test_a_question_carries_the_conversation_so_far() -> None:
     ]
     assert body == {"model": "m", "max_tokens": 9, "temperature": 0.5, "separate_reasoning": False}
     assert "max_tokens" not in Conversation(ChatOptions("m")).body("x")
+
+
+def test_a_question_shows_its_images_and_so_does_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/image` is for the next question alone; a file that cannot be read ends no conversation."""
+    files = [tmp_path / name for name in ("a b.png", "c.jpg", "none")]
+    files[0].write_bytes(b"first")
+    files[1].write_bytes(b"second")
+    lines = iter(
+        [f"/image {files[0]}", "what?", f"/image {tmp_path / 'nowhere.png'}", "/image", f"/image {files[1]}", "and?"]
+    )
+    bodies: list[dict[str, Any]] = []
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def stream(path: str, body: dict[str, Any], write: Any) -> Answer:
+        bodies.append(body)
+        return Answer("id", "yes")
+
+    monkeypatch.setattr("builtins.input", read)
+    client = SimpleNamespace(url="http://a:1", cluster=lambda: snapshot(has_template=True), stream=stream)
+    notes, conversation = io.StringIO(), Conversation(ChatOptions("m"), images=[data_url(str(files[1]))])
+    terminal = ChatTerminal(cast(Any, client), conversation, io.StringIO(), Console(file=notes, width=1000))
+    assert terminal.converse() == 0
+    first, second = "data:image/png;base64,Zmlyc3Q=", "data:image/jpeg;base64,c2Vjb25k"
+
+    def shown(text: str, *urls: str) -> list[dict[str, Any]]:
+        return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
+
+    asked = shown("what?", second, first)
+    assert [body["messages"][-1]["content"] for body in bodies] == [asked, shown("and?", second)]
+    assert bodies[1]["messages"][0]["content"] == asked
+    assert "nowhere.png cannot be read: No such file" in notes.getvalue()
+    assert not conversation.images
+    files[2].touch()
+    for path, says in ((files[2], "none is empty"), (tmp_path, "cannot be read: Is a directory")):
+        with pytest.raises(ConfigError, match=says):
+            data_url(str(path))
 
 
 def test_an_example_is_shown_short_with_its_question_and_is_checked() -> None:
