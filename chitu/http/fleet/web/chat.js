@@ -3,6 +3,7 @@
 
 import { ApiError } from "./api.js";
 import { Burst } from "./burst.js";
+import { Attachments, contentOf } from "./images.js";
 import { AssistantMessage, userMessage } from "./message.js";
 import { setText } from "./svg.js";
 
@@ -13,6 +14,7 @@ const NEAR_END = 80;
 export class Chat {
   #api;
   #ui;
+  #attachments;
   /** Messages of the exchanges that ended well, as the API takes them. */
   #history = [];
   /** The example in the prompt box: {prompt, value}. */
@@ -29,6 +31,7 @@ export class Chat {
   constructor(api, ui) {
     this.#api = api;
     this.#ui = ui;
+    this.#attachments = new Attachments(ui);
     ui.composer.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -63,7 +66,7 @@ export class Chat {
 
   // ------------------------------------------------------------------------------------------------------------ asking
 
-  #submit() {
+  async #submit() {
     const prompt = this.#ui.prompt.value;
     if (this.#abort !== null || prompt.trim() === "") return;
     const mode = this.#ui.modeChat.checked ? "chat" : "completion";
@@ -72,13 +75,15 @@ export class Chat {
     if (example !== null && this.#history.length > 0) this.#startAnew();
     this.#ui.prompt.value = "";
     this.#example = null;
-    this.#add(userMessage(prompt, mode === "chat" ? "You" : "Prompt"));
-    this.#answer({ mode, prompt, example });
+    const images = mode === "chat" && !this.#attachments.isEmpty ? await this.#attachments.take() : [];
+    const pictures = images.map(({ picture }) => picture);
+    this.#add(userMessage(prompt, mode === "chat" ? "You" : "Prompt", pictures));
+    this.#answer({ mode, prompt, example, content: contentOf(prompt, images) });
   }
 
   /** @param {HTMLElement | null} failed the article of an earlier attempt, whose place the answer takes */
   async #answer(question, failed = null) {
-    const { mode, prompt, example } = question;
+    const { mode, prompt, example, content } = question;
     const answer = new AssistantMessage(mode === "chat" ? "Model" : "Completion");
     if (failed === null) this.#add(answer.element);
     else failed.replaceWith(answer.element);
@@ -86,7 +91,7 @@ export class Chat {
     const history = this.#history;
     await this.#whileStreaming(async (signal) => {
       try {
-        const asked = { role: "user", content: prompt };
+        const asked = { role: "user", content };
         const body = { ...(await this.#settings()), ...(mode === "chat" ? { messages: [...history, asked] } : { prompt }) };
         for await (const piece of this.#api.generate(mode, body, signal)) {
           if (piece.requestId !== undefined) answer.accept(piece.requestId);
@@ -105,7 +110,7 @@ export class Chat {
       }
       // A conversation that was cleared meanwhile has a new history, and this exchange has no place in it.
       if (mode === "chat" && answer.text !== "") {
-        history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+        history.push({ role: "user", content }, { role: "assistant", content: answer.text });
       }
     });
   }

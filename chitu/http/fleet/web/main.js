@@ -25,6 +25,9 @@ const rates = new TokenRates();
 const chat = new Chat(api, {
   composer: byId("composer"),
   prompt: byId("prompt"),
+  attach: byId("attach"),
+  files: byId("files"),
+  attached: byId("attached"),
   send: byId("send"),
   stop: byId("stop"),
   clear: byId("clear"),
@@ -63,6 +66,7 @@ function show(snapshot) {
   table.update(snapshot.requests, snapshot.time_s);
   chat.observe(snapshot);
   document.body.classList.toggle("has-examples", snapshot.model === EXAMPLE_MODEL);
+  document.body.classList.toggle("sees-images", snapshot.instances.some(({ load }) => load?.image_rows_total > 0));
   setText(advice, snapshot.advice ?? "");
   showCommands(byId("commands"), snapshot.instances);
 }

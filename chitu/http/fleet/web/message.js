@@ -24,9 +24,15 @@ function article(role, title) {
   return made;
 }
 
-/** What the user sent. A long prompt shows its beginning and its end, where the question is. */
-export function userMessage(text, title) {
+/** What the user sent. A long prompt shows its beginning and its end, where the question is.
+ * @param {HTMLElement[]} pictures of its images */
+export function userMessage(text, title, pictures = []) {
   const made = article("user", title);
+  if (pictures.length > 0) {
+    const shown = element("div", "pictures");
+    shown.append(...pictures);
+    made.append(shown);
+  }
   const full = element("div", "text", text);
   const isLong = text.length > FOLD_CHARS || text.split("\n").length > FOLD_LINES;
   if (!isLong) {
