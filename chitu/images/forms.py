@@ -18,7 +18,7 @@ import msgspec
 
 from chitu.errors import ConfigError
 from chitu.images.layout import ImageForm, ImageLayout, Run
-from chitu.protocol import IMAGE_KEY_BYTES
+from chitu.protocol import IMAGE_KEY_BYTES, image_key
 from chitu.tokenizer.added_tokens import read_json
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -277,4 +277,4 @@ def _fingerprint(folder: _Folder, spec: ProcessorSpec) -> bytes:
 
 def key_of(data: bytes, form: ImageForm) -> bytes:
     """Return `ImagePart.key` of an image's file."""
-    return hashlib.blake2b(data, digest_size=IMAGE_KEY_BYTES, key=form.fingerprint).digest()
+    return image_key(data, form.fingerprint)

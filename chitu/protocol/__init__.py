@@ -47,7 +47,7 @@ from chitu.protocol.cluster import (
     view_codec,
 )
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
-from chitu.protocol.images import IMAGE_KEY_BYTES, FetchImage, ImageFile, ImagePart, page_marks
+from chitu.protocol.images import IMAGE_KEY_BYTES, FetchImage, ImageFile, ImagePart, image_key, page_marks
 from chitu.protocol.logprobs import (
     LEAST_NOISE,
     LOGPROB_CAPS,
@@ -217,6 +217,7 @@ __all__ = [
     "coordination_reply_codec",
     "encode",
     "fp8_head_bytes",
+    "image_key",
     "logprob_limit",
     "pack_i32",
     "pack_logprobs",

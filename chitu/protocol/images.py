@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 
 from chitu.protocol.wire import Wire
 
@@ -37,6 +38,11 @@ class ImagePart(Wire, frozen=True, array_like=True):
         """Position behind its last row."""
         start, length, _ = self.spans[-1]
         return start + length
+
+
+def image_key(file: bytes, fingerprint: bytes) -> bytes:
+    """Return `ImagePart.key` of a file, for an image processor with this fingerprint."""
+    return blake2b(file, digest_size=IMAGE_KEY_BYTES, key=fingerprint).digest()
 
 
 def page_marks(images: Iterable[ImagePart]) -> list[tuple[int, bytes]]:

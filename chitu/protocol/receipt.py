@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chitu.protocol.images import IMAGE_KEY_BYTES, ImagePart
+from chitu.protocol.images import ImagePart, image_key
 from chitu.protocol.requests import SamplingParams
 
 DIGEST_CHARS = 16
@@ -47,11 +47,6 @@ class ReceiptImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_of(self, file: bytes) -> bool:
         """Return whether this is its file."""
         return len(file) == self.num_bytes and image_key(file, bytes.fromhex(self.fingerprint)).hex() == self.key
-
-
-def image_key(file: bytes, fingerprint: bytes) -> bytes:
-    """Return `ImagePart.key` of a file."""
-    return hashlib.blake2b(file, digest_size=IMAGE_KEY_BYTES, key=fingerprint).digest()
 
 
 def images_told(images: Iterable[ImagePart], files: Mapping[bytes, bytes], fingerprint: bytes) -> list[ReceiptImage]:

@@ -29,9 +29,9 @@ from chitu.http.answer.kept_requests import LOOK_S, KeptRequests
 from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt
 from chitu.http.ask.served_model import ModelLimits
 from chitu.http.wire.events import EventNumbers, events_read
-from chitu.protocol import ImagePart, InstanceInfo, KVLayout, RequestOptions, SamplingParams
+from chitu.protocol import ImagePart, InstanceInfo, KVLayout, RequestOptions, SamplingParams, image_key
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack, with_files, without_files
-from chitu.protocol.receipt import ReceiptSampling, image_key, images_told
+from chitu.protocol.receipt import ReceiptSampling, images_told
 from chitu.router.candidates import Candidates
 from chitu.router.generation import GenerateRequest
 

@@ -14,8 +14,8 @@ from test_jobs import World
 from chitu.errors import InvalidRequest
 from chitu.http.answer.proof import receipt_of
 from chitu.launch.router_client import RouterClient
-from chitu.protocol import Finish, Grammar, ImagePart, KVLayout, Reasoning, SamplingParams, pack_i32
-from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, image_key, images_told, sealed
+from chitu.protocol import Finish, Grammar, ImagePart, KVLayout, Reasoning, SamplingParams, image_key, pack_i32
+from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, images_told, sealed
 from chitu.router.generation import Generation
 from chitu.tools.replay import Saved, fields_of, judge, read_receipts, replay
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Prober, Score
