@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from chitu.engine.executor import Admit, AppendPages, PrefillChunk
 from chitu.errors import Internal
 from chitu.kv_cache.state_row import StateStamp, digest_of
+from chitu.ops.image_rows import ImageTable
 from chitu.ops.interface import AdapterRows, Batch, Span, tiles_of
 from chitu.protocol import unpack_i32
 
@@ -93,8 +94,9 @@ class SlotTable:
         device: torch.device,
         scratch_page: int | None = None,
         num_state_slots: int = 0,
+        images: ImageTable | None = None,
     ) -> None:
-        """`num_state_slots`: rows of recurrent state; 0 if the model has none."""
+        """`num_state_slots`: rows of recurrent state; 0 if the model has none. `images`: None if it sees none."""
         self.num_slots = num_slots
         self.scratch_slot = num_slots
         self.max_model_len = max_model_len
@@ -104,6 +106,7 @@ class SlotTable:
         self._num_state_slots = num_state_slots
         self._state_owners: dict[int, int] = {}
         """Slot of each state row in use."""
+        self.images = images
         self._adapters: dict[int, int] = {}
         """Number of the LoRA adapter of each slot that has one."""
         max_pages = (max_model_len + page_size - 1) // page_size
@@ -156,6 +159,10 @@ class SlotTable:
             sequence.digest = digest_of(admit.token_ids[: 4 * admit.kv_len])
         if admit.adapter:
             self._adapters[admit.slot] = admit.adapter
+        if admit.images:
+            if self.images is None:
+                raise Internal(f"slot {admit.slot}: this model sees no images")
+            self.images.admit(admit.slot, admit.images, len(tokens))
         self._sequences[admit.slot] = sequence
         return tokens
 
@@ -168,6 +175,8 @@ class SlotTable:
         """Free the slot, also if it holds no sequence."""
         sequence, self._sequences[slot] = self._sequences[slot], None
         self._adapters.pop(slot, None)
+        if self.images is not None:
+            self.images.forget(slot)
         if sequence is not None and sequence.state_slot >= 0:
             del self._state_owners[sequence.state_slot]
 
@@ -303,6 +312,8 @@ class SlotTable:
             decode_states=decode_states,
             adapters=self._adapter_rows(spans, decode, decode_row) if self._adapters else (),
             first_position=first_position,
+            rope_3T=self.images.rope(spans, decode, positions) if self.images is not None else None,
+            images=self.images.rows(spans, decode, positions) if self.images is not None else None,
         )
         return batch, self.token_ids[rows[0], rows[1]]
 

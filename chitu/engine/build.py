@@ -25,15 +25,18 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, computes_prompts, threads_of
 from chitu.engine.executor import PromptLane
 from chitu.engine.expert_group import ExpertGroup, GroupLinks
+from chitu.engine.image_features import image_table
 from chitu.engine.lanes import lane_problems, num_lanes
 from chitu.engine.memory_budget import (
     DeviceMemory,
     HostMemory,
+    ImageMemory,
     PoolPlan,
     available_cpu_bytes,
     expert_problems,
     kv_dtype_of,
     kv_layout,
+    num_image_rows,
     num_pages_asked,
     num_pages_key,
     plan_pool,
@@ -59,13 +62,13 @@ from chitu.models.draft_layer import with_draft_layer
 from chitu.models.families import traits_of
 from chitu.models.layers import DecoderModel, Shard, Spread
 from chitu.models.lora import load_adapters
-from chitu.models.model import Model
+from chitu.models.model import Model, vision_of
 from chitu.models.weights import WeightSource
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import usable_cores
 from chitu.ops.interface import Ops
 from chitu.ops.select import select_ops
-from chitu.protocol import KVLayout
+from chitu.protocol import ITEM_BYTES, KVLayout
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
@@ -121,14 +124,16 @@ def load_model(
     drafts: bool = False,
     spread: Spread | None = None,
     weights: WeightForm = "keep",
+    images: bool = False,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
     `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spread`: load
-    this rank's own experts alone. `weights`: `model.weights`. `spec`: what the folder and these options give, if it is
-    known. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError (UnsupportedModel)
-    for a folder that cannot be served, before reading weights if possible.
+    this rank's own experts alone. `weights`: `model.weights`. `images`: load what makes features of images, too,
+    if it can be used. `spec`: what the folder and these options give, if it is known. Without `ops`: the fastest
+    implementation for this device and dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be served,
+    before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
@@ -144,7 +149,7 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, opened, shard, adapters, chosen, spread)
+            return build_generic(path, spec, torch_dtype, target, opened, shard, adapters, chosen, spread, images)
         model = build_decoder(spec, traits_of(spec), opened, chosen, target, spec.max_model_len, shard, spread)
         if not adapters:
             return model
@@ -240,7 +245,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     progress.state("loading")
     stamp = weights_stamp(path)
     model = _load(target, group, experts, progress.loading)
-    plan = _plan(target)
+    plan = _plan(target, model)
     if group is not None:
         plan = replace(
             plan,
@@ -327,20 +332,26 @@ def _load(
         spec=spec,
         spread=experts,
         weights=config.weights,
+        images=config.images == "auto",
     )
     if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")
     return model
 
 
-def _plan(target: _Target) -> PoolPlan:
-    """Plan the pool by the memory that the weights have left."""
+def _plan(target: _Target, model: Model) -> PoolPlan:
+    """Plan the pool by the memory that the weights have left, and that features of images leave."""
     topology, instance, device = target.topology, target.instance, target.device
     memory: HostMemory | DeviceMemory | None = None
     if num_pages_asked(topology, instance) is None:
         memory = HostMemory(available_cpu_bytes()) if device.type == "cpu" else device_memory(device)
+    images, tower = ImageMemory(), vision_of(model)
+    if tower is not None:
+        rows = num_image_rows(topology.cache, target.spec)
+        images = ImageMemory(rows, rows * tower.shape.width * ITEM_BYTES[target.dtype], tower.step_bytes(rows))
+    recorded = max(PREFILL_SIZES)
     return plan_pool(
-        topology, instance, target.tp_rank, target.spec, target.layout, target.dtype, memory, max(PREFILL_SIZES)
+        topology, instance, target.tp_rank, target.spec, target.layout, target.dtype, memory, recorded, images
     )
 
 
@@ -379,6 +390,8 @@ def _assemble(
     )
     counts = plan.num_pages, layout.bytes_per_page, target.kv_dtype, plan.num_aux_slots, threads
     logger.info("%d pages of %d bytes (K and V are %s), %d aux slots, %d threads", *counts)
+    if plan.images.num_rows:
+        logger.info("%d rows for features of images, %d bytes", plan.images.num_rows, plan.images.region_bytes)
     if plan.num_states:
         logger.info("%d state rows of %d bytes", plan.num_states, StateRow.of(layout).row_bytes)
 
@@ -397,8 +410,9 @@ def _assemble(
     )
     mtp_tokens = topology.scheduler.mtp_tokens
     checks_rows = pool.device.type == "cuda"
+    images = image_table(model, plan.images.num_rows, pool.device)
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps)
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps, images=images)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
     lane = None
     if num_lanes(topology.scheduler, target.instance) == 2:
@@ -454,6 +468,7 @@ def _weights_source(
             drafts=spec.has_draft_layer,
             spread=experts,
             weights=target.topology.model.weights,
+            images=vision_of(model) is not None,
         )
 
     path = target.topology.model.path

@@ -46,6 +46,8 @@ CPU_FRACTION = 0.25
 GPU_FRACTION = 0.9
 CONTEXT_BYTES = 1 << 30
 """Memory of a CUDA process before it computes: libraries, kernels and graphs. A guess, not measured."""
+DEFAULT_IMAGE_ROWS = 16384
+"""Rows for features of images: the largest image of Qwen's models has so many."""
 GIB = 1 << 30
 MIN_LOADED_SHARE = 0.9
 """Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
@@ -99,6 +101,18 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageMemory:
+    """What images take of a rank's memory; nothing if its model sees none."""
+
+    num_rows: int = 0
+    """Rows for features (`ExecutorInfo.image_rows`)."""
+    region_bytes: int = 0
+    """Bytes of these rows."""
+    step_bytes: int = 0
+    """Bytes that the vision tower needs while it computes so many."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolPlan:
     """What a rank's pool holds."""
 
@@ -107,6 +121,12 @@ class PoolPlan:
     num_aux_slots: int
     transfer_bytes: int
     """Memory of its arena that transfers use."""
+    images: ImageMemory = ImageMemory()
+
+
+def num_image_rows(config: CacheConfig, spec: ModelSpec) -> int:
+    """Return the rows for features of images of an instance whose model makes such: `cache.image_rows`."""
+    return config.image_rows or min(DEFAULT_IMAGE_ROWS, spec.max_model_len)
 
 
 def available_cpu_bytes() -> int:
@@ -326,7 +346,7 @@ def num_pages_for(
     """Return the pages of one instance on CPU: `memory_fraction` of the free bytes, shared by this host's instances.
 
     `bytes_per_page`: K and V of one page over all layers. `max_pages_useful`: more can never be in use at once.
-    `state_bytes`: of the state rows, which come first.
+    `state_bytes`: of the state rows and of features of images, which come first.
     Raises ConfigError if no page fits. The caller checks whether a request of full length fits.
     """
     fraction = config.memory_fraction or CPU_FRACTION
@@ -440,9 +460,11 @@ def plan_pool(
     model_dtype: str,
     memory: HostMemory | DeviceMemory | None,
     longest_recorded: int,
+    images: ImageMemory = ImageMemory(),
 ) -> PoolPlan:
     """Return what the pool of a rank gets. `memory`: what its weights have left; None if the topology says how many
-    pages there are. `longest_recorded`: most tokens of a recorded step."""
+    pages there are. `longest_recorded`: most tokens of a recorded step. `images`: what images need; on a CPU their
+    features come out of the share of pages."""
     cache, role, num_slots = topology.cache, instance.role, topology.scheduler.max_running_requests
     num_aux_slots = num_aux_rows(cache.num_aux_slots, num_slots, role) if tp_rank == MAIN_RANK else 0
     transfer_bytes = pool_bytes_of(topology.dp_config.router, role, instance.config)
@@ -451,15 +473,15 @@ def plan_pool(
         num_pages = num_pages_asked(topology, instance)
         assert num_pages is not None, "the memory is known if the number of pages is not"
         num_states = num_state_rows(cache, role, num_slots, row_bytes)
-        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
+        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes, images)
     useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
     if isinstance(memory, HostMemory):
         num_here = sum(member.config.tp_size for member in instances_on(topology, instance.config.host))
         pool_bytes = cpu_pool_bytes(cache, memory.free_bytes, num_here)
         num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
-        state_bytes = num_states * row_bytes
-        num_pages = num_pages_for(cache, page_bytes, memory.free_bytes, num_here, useful, state_bytes)
-        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
+        other_bytes = num_states * row_bytes + images.region_bytes
+        num_pages = num_pages_for(cache, page_bytes, memory.free_bytes, num_here, useful, other_bytes)
+        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes, images)
     rows = max(topology.scheduler.max_batched_tokens, longest_recorded) + num_slots
     # The name that other instances of the host have for this rank's device; this process may count from 0.
     device = find_instance(topology, role, instance.engine_rank).config.devices[tp_rank]
@@ -467,11 +489,12 @@ def plan_pool(
     tp_size = instance.config.tp_size
     num_sharing = instance.config.dp_size if instance.config.experts == "spread" else 1
     reserve = reserve_bytes(spec, ITEM_BYTES[model_dtype], rows, num_slots, spec.max_model_len, tp_size, num_sharing)
+    reserve += images.step_bytes + images.region_bytes
     pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
     num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
     aux_bytes, state_bytes = num_aux_slots * aux_row_bytes(layout.aux_numbers), num_states * row_bytes
     num_pages = device_pages(share, memory, reserve, aux_bytes, page_bytes, useful, transfer_bytes, state_bytes)
-    return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
+    return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes, images)
 
 
 def _device_name(device: str) -> str:

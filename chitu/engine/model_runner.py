@@ -32,6 +32,7 @@ from chitu.engine.executor import (
     run_warmup,
 )
 from chitu.engine.expert_group import ExpertGroup
+from chitu.engine.image_features import see
 from chitu.engine.lanes import Lanes
 from chitu.engine.mtp import Forwarded, MtpDrafts
 from chitu.engine.pool_moves import PoolMoves
@@ -59,6 +60,7 @@ from chitu.models.config import ModelSpec
 from chitu.models.layers import DecoderModel, Shard
 from chitu.models.model import Model
 from chitu.models.tensors import copy_numbers
+from chitu.ops.image_rows import ImageTable
 from chitu.ops.interface import Ops, Span
 from chitu.types import Ready
 
@@ -76,6 +78,7 @@ class ModelRunner:
     `mtp_tokens`: tokens that a layer of the model drafts in a row, if it has one for that.
     `experts`: the ranks among which the model's experts are spread.
     `checks_rows`: as in `ExecutorInfo`. `greedy`: kernels for greedy tokens; None for torch's operations.
+    `images`: features of images (`image_table`); None if it sees none.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class ModelRunner:
         experts: ExpertGroup | None = None,
         checks_rows: bool = False,
         greedy: GreedyKernels | None = None,
+        images: ImageTable | None = None,
     ) -> None:
         covered = model.num_positions
         if max_model_len > covered:
@@ -106,15 +110,8 @@ class ModelRunner:
         self._sampler = sampler
         self._decodes = decodes and sampler is not None
         self._device = pool.device
-        self._slots = SlotTable(
-            num_slots,
-            max_model_len,
-            pool.layout.page_size,
-            pool.num_pages,
-            pool.device,
-            pool.scratch_page,
-            pool.num_state_slots,
-        )
+        places = pool.layout.page_size, pool.num_pages, pool.device, pool.scratch_page, pool.num_state_slots
+        self._slots = SlotTable(num_slots, max_model_len, *places, images)
         self._lanes: Lanes | None = None
         self._beside_ops: Ops | None = None
         """What computes in the lane of prompts."""
@@ -165,6 +162,8 @@ class ModelRunner:
             most_drafts=0 if pool.num_state_slots else MAX_DRAFT,
             guesses=mtp_tokens if spec.has_draft_layer else 0,
             samples=sampler is not None,
+            image_rows=images.num_rows if images is not None else 0,
+            whole_images=images is not None and images.shape.whole_images,
             checks_rows=checks_rows,
         )
 
@@ -344,6 +343,8 @@ class ModelRunner:
             self._moves.drop(key)
         numbers = self._admit_all(plan)
         self._moves.move(plan)
+        if plan.encode or plan.place:
+            see(self._slots.images, self._model, plan)
         return numbers.view(3, -1)
 
     def _share(

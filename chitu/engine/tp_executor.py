@@ -80,8 +80,9 @@ class TensorParallelExecutor:
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
         self._group.send(_encoder.encode(StepOrder(for_followers(plan))))
         step = self._runner.launch(plan, on_layer)
-        if plan.offload:
-            # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet.
+        if plan.offload or plan.encode:
+            # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet. Nor has
+            # it read the patches of images yet, whose files go when the step is done.
             self._group.barrier()
         return step
 
@@ -199,5 +200,5 @@ def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weig
             group.close()
             return
         runner.launch(order.plan)  # it samples nothing: there is nothing to read
-        if order.plan.offload:
+        if order.plan.offload or order.plan.encode:
             group.barrier()  # as on the main rank: see `TensorParallelExecutor.launch`

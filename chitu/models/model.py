@@ -9,10 +9,35 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from chitu.ops.image_rows import FeatureShape
 from chitu.ops.interface import Batch
 
 if TYPE_CHECKING:
     from chitu.models.layers import Shard
+
+
+class VisionTower(Protocol):
+    """What makes features of images, if a model has that."""
+
+    @property
+    def shape(self) -> FeatureShape: ...
+
+    def step_bytes(self, num_rows: int) -> int:
+        """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
+        ...
+
+    def encode(
+        self, images: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Return the features `[rows, width]` of each image. `images`: what the image processor makes of each file, by
+        name. `counts`: their rows. Raises Internal if an image has another number of rows."""
+        ...
+
+
+def vision_of(model: object) -> VisionTower | None:
+    """Return what makes features of images for a model; None if nothing does."""
+    tower: VisionTower | None = getattr(model, "vision", None)
+    return tower
 
 
 class KVViews(Protocol):

@@ -43,6 +43,8 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor | PackedW
                 yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
     elif hasattr(value, "parts"):  # `GenericModel`, whose modules are the library's
         yield from _leaves([value.parts.decoder, value.parts.head], f"{name}.parts")
+        if value.vision is not None:
+            yield from _leaves(value.vision.tensors(), f"{name}.vision")
 
 
 def why_unlike(serving: Model, new: Model) -> str:

@@ -50,6 +50,28 @@ class AdapterRows(NamedTuple):
     """A slice if the rows are consecutive, else int64 on the device."""
 
 
+class WholeImages(NamedTuple):
+    """What rows of images see beside what causal attention lets them see, in models where they see all of their image
+    (Gemma 3)."""
+
+    seen_T2: torch.Tensor
+    """By row of the forward: first position of its image and the one behind the last, int64 on the device. 0 and 0 for
+    a row of no image."""
+    starts: tuple[int, ...]
+    """By span: the smallest position that this lets one of its rows see, or its start."""
+
+
+class ImageRows(NamedTuple):
+    """The rows of a forward that take an encoder's numbers in the place of their token's embedding."""
+
+    rows_M: torch.Tensor
+    """int64 on the device, ascending."""
+    features_MD: torch.Tensor
+    deeper: tuple[torch.Tensor, ...] = ()
+    """Numbers `[M, D]` that are added behind layer 0, 1, ..."""
+    wholes: WholeImages | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one forward: first the prefill spans, then those that decode: of each sequence one, or with a draft
@@ -80,6 +102,10 @@ class Batch:
     first_position: int = 0
     """Position from which rows attend, as a drafting layer has no entry before it; a row before it sees itself alone.
     Latent attention only."""
+    rope_3T: torch.Tensor | None = None
+    """Positions by which rows are rotated (time, height, width), int64 `[3, T]` on the device; None: `positions_T`."""
+    images: ImageRows | None = None
+    """Rows that are of images; None if all are tokens."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:

@@ -15,6 +15,7 @@ import transformers
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.expert_group import ExpertGroup
+from chitu.engine.image_features import image_table
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
@@ -213,11 +214,12 @@ class Engine:
         experts: ExpertGroup | None = None,
         checks_rows: bool = False,
         greedy: Any = None,
+        image_rows: int = 0,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
         `CacheConfig`. `drafts`: with the layer that drafts, so many tokens in a row. `experts`: with its part of spread
-        experts."""
+        experts. `image_rows`: rows for features of images; with none only the text part is loaded."""
         self.spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
         self.spec = with_draft_layer(self.spec, drafts)
         loaded = read_adapters(adapters, self.spec, path)
@@ -233,6 +235,7 @@ class Engine:
                 window_state=window_state,
                 drafts=drafts,
                 spread=experts,
+                images=image_rows > 0,
             )
         )
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code), dtype)
@@ -253,6 +256,7 @@ class Engine:
             experts=experts,
             checks_rows=checks_rows,
             greedy=greedy,
+            images=image_table(model, image_rows, self.pool.device),
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

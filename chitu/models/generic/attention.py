@@ -119,7 +119,10 @@ class PagedAttention:
         )
         q_THN, k_TKN, v_TKO = (x[0].transpose(0, 1) for x in (query, key, value))
         keys_RKWN = step.cache.states.get((layer, KEYS))
+        sees_whole = step.batch.images is not None and step.batch.images.wholes is not None
         if keys_RKWN is not None:
+            if sees_whole:
+                raise UnsupportedModel("cache.window_state: rows of images attend to later ones: set it to false")
             values_RKWO = step.cache.states[layer, VALUES]
             k_TKN, v_TKO = _padded(k_TKN, keys_RKWN.shape[-1]), _padded(v_TKO, values_RKWO.shape[-1])
             out_THO = attend_in_rings(q_THN, k_TKN, v_TKO, step.batch, keys_RKWN, values_RKWO, kind)
@@ -129,7 +132,7 @@ class PagedAttention:
         put_rows(k_PKSN, step.pages_T, step.offsets_T, _padded(k_TKN, k_PKSN.shape[-1]))
         put_rows(v_PKSN, step.pages_T, step.offsets_T, _padded(v_TKO, v_PKSN.shape[-1]))
         self._note_written(step, layer)
-        if self._ops is not None and _is_plain(kind, q_THN, k_PKSN, v_PKSN):
+        if self._ops is not None and not sees_whole and _is_plain(kind, q_THN, k_PKSN, v_PKSN):
             out_TC = _by_ops(self._ops, q_THN, step.batch, k_PKSN, v_PKSN, kind.scale)
             return out_TC.view(1, *q_THN.shape), None
         return attend(q_THN, step.batch, k_PKSN, v_PKSN, kind, value.shape[-1]).unsqueeze(0), None

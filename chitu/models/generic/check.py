@@ -114,8 +114,9 @@ class CheckRows(NamedTuple):
     kind: str
 
 
-def steps() -> Iterator[list[CheckRows]]:
-    """Yield steps that compute all sequences: chunks, and beside them the last tokens of shorter ones as decodes."""
+def steps(end_of: Callable[[int, int], int] = lambda slot, end: end) -> Iterator[list[CheckRows]]:
+    """Yield steps that compute all sequences: chunks, and beside them the last tokens of shorter ones as decodes.
+    `end_of` gives where a slot's chunk ends instead of at this position."""
     done = [0] * len(LENGTHS)
     while any(position < length for position, length in zip(done, LENGTHS, strict=True)):
         step = []
@@ -123,7 +124,8 @@ def steps() -> Iterator[list[CheckRows]]:
             prompt = length - SINGLE
             if done[slot] < prompt:
                 kind = "a later chunk" if done[slot] else "a first chunk"
-                step.append(CheckRows(slot, done[slot], min(CHUNK, prompt - done[slot]), kind))
+                end = end_of(slot, min(done[slot] + CHUNK, prompt))
+                step.append(CheckRows(slot, done[slot], end - done[slot], kind))
             elif done[slot] < length:
                 step.append(CheckRows(slot, done[slot], 1, "a single token"))
         for rows in step:
@@ -188,16 +190,12 @@ def check(
             f"{spec.architecture} is not supported: the code of transformers {library_version()} cannot be computed in "
             f"batches over pages: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    is_exact = model.dtype == torch.float32
-    for kind, apart in errors.items():
-        found = float(apart.max() if is_exact else apart.median())
-        bound = BOUND if is_exact else BOUND_16_BITS
-        if not found <= bound:
-            raise UnsupportedModel(
-                f"{spec.architecture} is not supported: computed in batches over pages, {kind} of a sequence has "
-                f"logits that are {found:.2g} of the largest away from those of transformers {library_version()} "
-                f"(bound {bound:g}): it keeps or reads something that this project does not know"
-            )
+    for kind, found, bound in beyond(errors, model.dtype == torch.float32):
+        raise UnsupportedModel(
+            f"{spec.architecture} is not supported: computed in batches over pages, {kind} of a sequence has "
+            f"logits that are {found:.2g} of the largest away from those of transformers {library_version()} "
+            f"(bound {bound:g}): it keeps or reads something that this project does not know"
+        )
     worst = max(float(apart.max()) for apart in errors.values())
     logger.info(
         "%s, computed by transformers %s, was checked in %.1f s: largest error %.1e of the largest logit",
@@ -206,6 +204,15 @@ def check(
         time.perf_counter() - started,
         worst,
     )
+
+
+def beyond(errors: Mapping[str, torch.Tensor], is_exact: bool) -> Iterator[tuple[str, float, float]]:
+    """Yield the kinds of rows whose errors are beyond the bound, with what was found and the bound. `is_exact`: whether
+    numbers have 32 bits."""
+    for kind, apart in errors.items():
+        found, bound = float(apart.max() if is_exact else apart.median()), BOUND if is_exact else BOUND_16_BITS
+        if not found <= bound:
+            yield kind, found, bound
 
 
 def errors_of(

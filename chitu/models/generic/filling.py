@@ -1,4 +1,5 @@
-"""Which parts of a library's model are loaded, and how our reader fills them with the weights of a checkpoint.
+"""Which parts of a library's model are loaded (the text part, with or without that for images), and how our reader
+fills them with the weights of a checkpoint.
 
 Each tensor is read, cut and assigned in the model's dtype; what the modules lack or the files have beyond them is an
 error that names it. Called by the thread that builds the engine.
@@ -7,6 +8,7 @@ error that names it. Called by the thread that builds the engine.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +26,10 @@ from transformers.core_model_loading import (
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec
+from chitu.models.generic.vision import names_beside, why_blind
 from chitu.models.weights import WeightSource
+
+logger = logging.getLogger(__name__)
 
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
 """Returns this rank's part of a tensor of the model."""
@@ -81,10 +86,26 @@ class TextParts:
         body = self.head.get_submodule(self.body_name)
         beside = [child for child, part in self.head.named_children() if part is body or _is_model(part)]
         self._prefix, self._elsewhere = prefix, tuple(f"{prefix}{child}." for child in beside)
+        self.body = body
+        self.vision_names: list[str] = []
+        """With which the names of the tensors of the part for images begin, in the body, if it is loaded, too."""
+
+    def take_vision(self) -> None:
+        """Have the part for images loaded, too. Raises UnsupportedModel if there is none that could be used."""
+        if self.body is self.decoder:
+            raise UnsupportedModel("it has no part for images")
+        if why := why_blind(self.body):
+            raise UnsupportedModel(why)
+        self.vision_names = names_beside(self.body, self.decoder)
+
+    def is_of_vision(self, name: str) -> bool:
+        """Return whether a tensor of the whole model is one of the part for images, if that is loaded."""
+        body = f"{self._prefix}{self.body_name}."
+        return name.startswith(tuple(f"{body}{each}" for each in self.vision_names))
 
     def needs(self, name: str) -> bool:
-        """Return whether a tensor of the whole model is one of the text part's: the decoder's, or the head's own."""
-        if name.startswith(f"{self.decoder_name}."):
+        """Return whether a tensor of the whole model is loaded: the decoder's, the head's own, or one for images."""
+        if name.startswith(f"{self.decoder_name}.") or self.is_of_vision(name):
             return True
         return name.startswith(self._prefix) and not name.startswith(self._elsewhere)
 
@@ -114,6 +135,10 @@ def fill(
     with torch.no_grad():
         model.initialize_weights()
     missing = set(_load(model, parts, weights, spec, cut))
+    of_vision = {name for name, _ in model.named_parameters() if parts.is_of_vision(name)}
+    if of_vision and of_vision <= missing:
+        logger.warning("%s: images are not served: the checkpoint has no tensors for them", spec.architecture)
+        parts.vision_names = []
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for name in sorted(missing):
         if parts.needs(name) and model.get_parameter_or_buffer(name).device.type == "meta":

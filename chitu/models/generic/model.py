@@ -4,12 +4,14 @@ called with rows of many sequences as if they were one.
 Owns the modules. The decoder (embedding to final norm) gets all rows of a step as one sequence without a cache of its
 own; only attention knows better (`attention.py`). The logits are computed by the library's class for language models,
 whose decoder is replaced by a module that passes hidden states on, so its scaling and soft caps apply. Of a model with
-parts for images or sound only the text part is loaded. Code of the checkpoint's folder is never run. Built by the
-thread that builds the engine, called by the step thread.
+parts for images or sound the text part is loaded, and what makes features of images (`vision.py`) if it is wanted and
+`image_check.py` finds no fault; rows of images then take features in the place of embeddings. Code of the checkpoint's
+folder is never run. Built by the thread that builds the engine, called by the step thread.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,16 +28,20 @@ from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
 from chitu.models.generic.filling import TextParts, fill
 from chitu.models.generic.fusing import fuse
+from chitu.models.generic.image_check import check_images
 from chitu.models.generic.library import library_version
 from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
 from chitu.models.generic.spreading import SpreadExperts
 from chitu.models.generic.states import bind_states
+from chitu.models.generic.vision import Vision
 from chitu.models.layers import Shard, Spread
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
 from chitu.models.window_state import recurrent_of
-from chitu.ops.interface import Batch, Ops
+from chitu.ops.interface import Batch, ImageRows, Ops
+
+logger = logging.getLogger(__name__)
 
 LIBRARY_ERRORS = (
     AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
@@ -67,6 +73,8 @@ class GenericModel:
         self.parts = parts
         self.attention = attention
         self.adapters: AdaptedModules | None = None
+        self.vision: Vision | None = None
+        """What makes features of images; None if only text is served."""
         self._states = bind_states(parts.decoder, parts.decoder.config.model_type, recurrent_of(spec.state))
         self._has_state = bool(recurrent_of(spec.state))
 
@@ -81,14 +89,28 @@ class GenericModel:
         `on_layer(l)` when K and V of layer l are in the pages, before its attention is computed."""
         adapting = self.adapters.step(batch) if self.adapters is not None else nullcontext()
         with self.attention.step(batch, cache, on_layer), self._states.step(batch, cache.states), adapting:
+            rope = batch.positions_T.unsqueeze(0) if batch.rope_3T is None else batch.rope_3T.unsqueeze(1)
             out = self.parts.decoder(
-                input_ids=token_ids_T.unsqueeze(0),
-                position_ids=batch.positions_T.unsqueeze(0),
+                **self._inputs(token_ids_T, batch.images),
+                position_ids=rope,
                 past_key_values=_Passing(batch.positions_T),
                 use_cache=False,
             )
         hidden_TD: torch.Tensor = out.last_hidden_state[0]
         return hidden_TD
+
+    def _inputs(self, token_ids_T: torch.Tensor, images: ImageRows | None) -> dict[str, Any]:
+        """Return what the decoder takes for the rows: tokens, or embeddings some of which are features of images."""
+        if images is None:
+            return {"input_ids": token_ids_T.unsqueeze(0)}
+        known_T = token_ids_T.index_fill(0, images.rows_M, 0)  # a placeholder may be no row of the table
+        embeds_TD = self.parts.decoder.get_input_embeddings()(known_T)
+        embeds_TD[images.rows_M] = images.features_MD.to(embeds_TD.dtype)
+        inputs: dict[str, Any] = {"inputs_embeds": embeds_TD.unsqueeze(0)}
+        if images.deeper:
+            is_image_T = torch.zeros_like(token_ids_T, dtype=torch.bool).index_fill_(0, images.rows_M, True)
+            inputs |= {"visual_pos_masks": is_image_T.unsqueeze(0), "deepstack_visual_embeds": list(images.deeper)}
+        return inputs
 
     def lend(self) -> None:
         """Take part, without rows, in a step of other ranks among which the experts are spread."""
@@ -131,6 +153,19 @@ class GenericModel:
         finally:
             decoder.set_attn_implementation(self.attention.name)
         return torch.cat(parts)
+
+    def image_reference(
+        self, token_ids_T: torch.Tensor, grids: Sequence[tuple[int, int, int]], features: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return hidden states `[T, D]` of one sequence with images by the whole body of the library, without pages.
+        `features`: `[rows, width]` of each image. Its rows have the body's placeholder (`Vision.placeholder`)."""
+        assert self.vision is not None
+        decoder = self.parts.decoder
+        decoder.set_attn_implementation("eager")
+        try:
+            return self.vision.reference(token_ids_T, grids, features)
+        finally:
+            decoder.set_attn_implementation(self.attention.name)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -179,8 +214,10 @@ def build_generic(
     adapters: Sequence[AdapterSpec] = (),
     ops: Ops | None = None,
     spread: Spread | None = None,
+    images: bool = False,
 ) -> GenericModel:
-    """Build the model and read its weights, and those of its LoRA adapters. Raises ConfigError (UnsupportedModel) if
+    """Build the model and read its weights, and those of its LoRA adapters. `images`: with what makes features of
+    images, if the model has that. Raises ConfigError (UnsupportedModel) if
     the checkpoint or an adapter does not fit."""
     if adapters and shard is not None:
         raise UnsupportedModel(f"{adapters[0].key}: {spec.architecture} takes LoRA adapters with tp_size 1 only")
@@ -189,8 +226,10 @@ def build_generic(
     attention = PagedAttention(spec.num_layers, is_alone=shard is None, ops=ops)
     model = empty_model(path, spec, dtype)
     transformers.AttentionInterface.register(attention.name, attention)
-    model.set_attn_implementation(attention.name)
     parts = TextParts(model)
+    parts.decoder.set_attn_implementation(attention.name)  # not the tower's
+    if images:
+        _take_vision(parts, spec)
     sharding = None
     if shard is not None:
         sharding = Sharding(parts.decoder, f"{parts.decoder_name}.", spec, shard)
@@ -209,9 +248,32 @@ def build_generic(
     adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
     modules = (*parts.decoder.modules(), *parts.head.modules())
     check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, adapted))
+    if parts.vision_names:
+        _add_vision(built, spec, device)
     if adapters:
         built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)
     return built
+
+
+def _take_vision(parts: TextParts, spec: ModelSpec) -> None:
+    """Have what makes features of images loaded, if there is such a part and it can be used."""
+    if not spec.is_text_part:
+        return
+    try:
+        parts.take_vision()
+    except UnsupportedModel as error:
+        logger.warning("%s: images are not served: %s", spec.architecture, error.message)
+
+
+def _add_vision(built: GenericModel, spec: ModelSpec, device: torch.device) -> None:
+    """Let the model make features of images, if rows of such are computed as the library does."""
+    parts = built.parts
+    built.vision = Vision(parts.body, parts.vision_names, built.hidden_size, built.dtype)
+    try:
+        check_images(built, built.vision, spec, device)
+    except UnsupportedModel as error:
+        built.vision = None
+        logger.warning("%s: images are not served: %s", spec.architecture, error.message)
 
 
 def empty_model(path: str | Path, spec: ModelSpec, dtype: torch.dtype) -> Any:

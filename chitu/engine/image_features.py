@@ -1,0 +1,38 @@
+"""Images in the steps of a runner: its table of them, and what a plan has the vision tower compute.
+
+The patches of an image come as a file in memory (`EncodeImage.patches`), so that no byte of a foreign file is decoded
+in this process. Every rank of an instance reads it and computes all features: they are the same on each. Step thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from chitu.engine.batch import upload_tensor
+from chitu.engine.executor import StepPlan
+from chitu.errors import Internal
+from chitu.models.model import Model, vision_of
+from chitu.ops.image_rows import ImageTable
+
+
+def image_table(model: Model, num_rows: int, device: torch.device) -> ImageTable | None:
+    """Return a table with so many feature rows; None without rows, or if the model makes no features."""
+    tower = vision_of(model)
+    if tower is None or not num_rows:
+        return None
+    return ImageTable(tower.shape, num_rows, model.dtype, device, lambda values: upload_tensor(values, device))
+
+
+def see(table: ImageTable | None, model: Model, plan: StepPlan) -> None:
+    """Compute the features of the plan's images into their rows, and note where slots find those of their spans. Raises
+    Internal if the model makes none, or if an image has another number of rows."""
+    tower = vision_of(model)
+    if table is None or tower is None:
+        raise Internal("this model sees no images")
+    counts = [len(table.numbers(each.rows)) for each in plan.encode]
+    if plan.encode:
+        features = tower.encode([load_file(each.patches) for each in plan.encode], counts, table.region.device)
+        table.write(zip((each.rows for each in plan.encode), features, strict=True))
+    for each in plan.place:
+        table.place(each.slot, each.index, each.rows)
