@@ -44,7 +44,7 @@ def part(data: bytes) -> dict[str, Any]:
 def fleet() -> FakeFleet:
     fleet = FakeFleet(1, 1)
     for one in fleet.instances.values():
-        one["load"] |= {"image_rows_total": 16384, "image_rows_used": 300}
+        one["load"] |= {"image_rows": 16384, "image_rows_used": 300}
     return fleet
 
 
@@ -119,6 +119,6 @@ def test_a_model_without_vision_is_offered_none_and_a_completion_has_none(page: 
     expect(button).to_be_hidden()
     page.use_mode("chat")
     for one in fleet.instances.values():
-        one["load"] |= {"image_rows_total": 0}
+        one["load"] |= {"image_rows": 0}
     feed(page, fleet)
     expect(button).to_be_hidden()

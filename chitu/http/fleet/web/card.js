@@ -166,8 +166,8 @@ export function describe(instance, rate) {
     `${count(load.steps ?? 0)} steps`,
   ];
   if (load.tokens_a_row) parts.push(`${load.tokens_a_row} tokens a row, with drafts`);
-  if (load.image_rows_total) {
-    parts.push(`image rows ${count(load.image_rows_used ?? 0)} of ${count(load.image_rows_total)}`);
+  if (load.image_rows) {
+    parts.push(`image rows ${count(load.image_rows_used ?? 0)} of ${count(load.image_rows)}`);
   }
   if (load.suspended?.length) parts.push(`no writes to ${load.suspended.map((rank) => `D${rank}`).join(", ")}`);
   if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);

@@ -66,7 +66,7 @@ function show(snapshot) {
   table.update(snapshot.requests, snapshot.time_s);
   chat.observe(snapshot);
   document.body.classList.toggle("has-examples", snapshot.model === EXAMPLE_MODEL);
-  document.body.classList.toggle("sees-images", snapshot.instances.some(({ load }) => load?.image_rows_total > 0));
+  document.body.classList.toggle("sees-images", snapshot.instances.some(({ load }) => load?.image_rows > 0));
   setText(advice, snapshot.advice ?? "");
   showCommands(byId("commands"), snapshot.instances);
 }
