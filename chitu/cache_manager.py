@@ -165,11 +165,14 @@ class PagedKVCacheManager:
         """Whether pages outlive their rooms."""
         return self._fingerprint is not None
 
-    def page_keys(self, cache_salt: str, adapter_hash: str = "") -> PageKeys | None:
-        """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`: see `PageKeys`."""
+    def page_keys(
+        self, cache_salt: str, adapter_hash: str = "", images: Sequence[tuple[int, bytes]] = ()
+    ) -> PageKeys | None:
+        """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`, `images`: see
+        `PageKeys.of`."""
         if self._fingerprint is None:
             return None
-        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash, self._epoch)
+        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash, self._epoch, images)
 
     def accepts(self, keys: PageKeys | None) -> TypeGuard[PageKeys]:
         """Return whether pages are found and cached under these keys. Those from before a flush are not accepted: their

@@ -107,6 +107,8 @@ class PDRequestRouter:
         """Error of those that wait, once the process ends."""
         self._weights = 0
         """Number of the weights that the newest view serves."""
+        self.image_files = self._attempts.files
+        """Files of the images of running requests."""
         self.counters = self._attempts.counters
         self.journal = self._attempts.journal
 
@@ -115,7 +117,14 @@ class PDRequestRouter:
         prefill, rooms = GenerationState.PREFILL, self._attempts.rooms.values()
         waiting = sum(attempt.generation.state is prefill for attempt in rooms)
         in_flight = {"prefill": waiting, "decode": self.in_flight - waiting}
-        return msgspec.structs.replace(self.counters, in_flight=in_flight, breakers=self._attempts.breaker_states())
+        files = self._attempts.files
+        return msgspec.structs.replace(
+            self.counters,
+            in_flight=in_flight,
+            breakers=self._attempts.breaker_states(),
+            image_files=len(files),
+            image_bytes=files.num_bytes,
+        )
 
     def flow(self) -> RequestFlow:
         """Return the requests so far."""
@@ -236,7 +245,7 @@ class PDRequestRouter:
     def _start(self, generations: list[Generation], is_admitted: bool = False) -> int:
         try:
             return self._attempts.start(generations, is_admitted=is_admitted)
-        except Overloaded as error:
+        except (Overloaded, TooManyRequests) as error:
             raise self.rejected(error, len(generations)) from None
 
     @property

@@ -89,6 +89,7 @@ class PDScheduler:
         self._inbox = core.inbox
         self._sequences = core.sequences
         self._resources = core.sequences.resources
+        self._images = core.sequences.resources.images
         self._trace = core.trace
         self._ends = RequestEnds(core, role)
         self._faults = StepFaults(core, role, self._ends)
@@ -201,6 +202,8 @@ class PDScheduler:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
         self._ends.expire()
+        if not self._images.is_idle:
+            self._take_images()
         if self._beside is not None and self._beside.handle.is_done():
             self._sync_beside()
         if self._faults.must_check and self._offered is None:  # which takes several steps
@@ -215,6 +218,12 @@ class PDScheduler:
         if step.has_work:
             self._launched = self._launch(step)
 
+    def _take_images(self) -> None:
+        """Take the images that were prepared, and end the requests whose images were not."""
+        for sequence, error in self._images.take():
+            if sequence.is_open:
+                self._ends.fail(sequence, error)
+
     def _turn_weights(self) -> None:
         """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
         change is mixed."""
@@ -225,6 +234,7 @@ class PDScheduler:
         fingerprint = self.weights.change(weights)
         self._arrivals.flush_cache()
         self._cache.use_fingerprint(fingerprint)
+        self._images.forget()
         if not self.is_done:
             for sequence in self._sequences.open:
                 if sequence.output.num_sent < len(sequence.emitted) and sequence.output.group > 1:
@@ -256,6 +266,7 @@ class PDScheduler:
         self._sync_all()
         if not self._is_checked and self.is_idle:
             self._check_idle()
+        self._images.forget()
         self._tokens.flush(self._clock.monotonic())
 
     @property
@@ -285,6 +296,7 @@ class PDScheduler:
         try:
             self._cache.check_idle()
             self._resources.states.check_idle()
+            self._images.store.check_idle()
         except Internal as error:
             logger.error("accounting of pages and rows: %s", error.message)
 
@@ -321,6 +333,8 @@ class PDScheduler:
             self._sync_beside()
             step, handle = self._faults.repeat(step, error)
         work = self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
+        if step.plan.encode:
+            work = None  # how long it takes says nothing of its rows
         return self._account(step, handle, self._planned_s, work)
 
     def _launch_beside(self, step: Step) -> tuple[Step, StepHandle]:

@@ -20,6 +20,8 @@ from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
 from chitu.instance.drafts import Drafts
+from chitu.instance.image_source import ImageSource, NoImages
+from chitu.instance.images import ImageGate
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
@@ -99,6 +101,7 @@ class InstanceCore:
     clock: Clock
     tracer: Tracer | None = None
     """Tracer of requests; None in tests without one."""
+    image_source: ImageSource = field(default_factory=NoImages)
     inbox: Inbox = field(default_factory=Inbox)
     trace: SchedulerTrace = field(init=False)
     sequences: Sequences = field(init=False)
@@ -111,6 +114,8 @@ class InstanceCore:
         engine, info = self.engine, self.engine.executor.info
         most = min(self.settings.max_draft_tokens, info.most_drafts)
         self.drafts = Drafts(most, max(info.num_slots, MAX_DRAFT + 1), info.vocab_size)
-        resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states)
+        most_rows, silence_s = self.settings.config.max_batched_tokens, self.settings.deadlines.transfer_s
+        images = ImageGate(info, self.image_source, most_rows, silence_s, self.clock)
+        resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states, images)
         self.sequences = Sequences(resources, self.trace.end)
         self.weights = WeightsKeeper(engine.weights, self.clock)

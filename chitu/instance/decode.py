@@ -124,6 +124,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
             sequence.sampling or sequence.prompt.early,
             state_slot=sequence.holds.state_slot,
             adapter=sequence.adapter,
+            images=() if sequence.images is None else tuple(sequence.images.spans),
         )
     )
 

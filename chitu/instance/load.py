@@ -110,6 +110,7 @@ class LoadMeter:
     def report(self) -> None:
         """Replace `snapshot` with the current load."""
         engine, sequences, tokens = self._engine, self._sequences, self._tokens
+        images = sequences.resources.images
         cache, tiers = engine.cache, engine.tiers
         to_compute, hits = self._to_compute(), tiers.hit_tokens
         waiting_tokens = sum([s.tokens_to_compute for s in to_compute])
@@ -157,6 +158,9 @@ class LoadMeter:
             cached_share=self.cached_share,
             rates=self.pace.rates,
             drafts=dict(self._drafts.counts),
+            images=images.num_encoded,
+            image_rows=images.store.num_rows,
+            image_rows_used=images.store.num_pinned,
         )
 
     @property

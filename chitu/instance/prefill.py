@@ -37,8 +37,11 @@ def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
     return sorted(waiting, key=lambda s: (not s.prompt.announced, s.order))
 
 
-def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_size: int) -> list[Chunk]:
-    """Return the next chunk of each request, most urgent first, while the step's token budget lasts."""
+def select_chunks(
+    computing: Iterable[Sequence], max_batched_tokens: int, chunk_size: int, whole_tokens: int = 0
+) -> list[Chunk]:
+    """Return the next chunk of each request, most urgent first, while the step's token budget lasts. The first chunk
+    may have `whole_tokens`, if it would end inside an image that is computed as a whole."""
     chunks: list[Chunk] = []
     budget = max_batched_tokens
     for sequence in by_urgency(computing):
@@ -49,8 +52,13 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
         length = min(sequence.remaining_prompt, chunk_size, budget)
         if sequence.kv_len < sequence.prompt.keep_at:
             length = min(length, sequence.prompt.keep_at - sequence.kv_len)
+        if sequence.images is not None:
+            most = budget if chunks else max(budget, whole_tokens)
+            length = sequence.images.chunk_length(sequence.kv_len, length, most)
+            if not length:
+                continue
         chunks.append(Chunk(sequence, sequence.kv_len, length))
-        budget -= length
+        budget = max(0, budget - length)
     return chunks
 
 
@@ -78,6 +86,7 @@ class PrefillManager:
         self._clock = core.clock
         self._trace = core.trace
         self._tiers = core.engine.tiers
+        self._images = self._resources.images
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
         """Planning times of the launched steps with chunks that are not read yet."""
@@ -129,7 +138,9 @@ class PrefillManager:
         """Put the chunks of the admitted prompts into the plan, `most_tokens` at most, and return them."""
         computing = self._sequences.queue(SequenceState.COMPUTING)
         self._take_loaded(computing, plan)
-        chunks = select_chunks(computing, most_tokens, self._config.chunk_size)
+        if waiting := self._images.waiting:
+            self._images.schedule(by_urgency(waiting), plan)
+        chunks = select_chunks(computing, most_tokens, self._config.chunk_size, self._config.max_batched_tokens)
         self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:
             if start == sequence.prompt.cached_tokens:
@@ -158,9 +169,13 @@ class PrefillManager:
         done = []
         if chunks:
             self._unread_s.append(self._planned_s)
+        if self._images.is_encoding:
+            self._images.after_launch(self._resources.when_read)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.kv_len += chunk.length
+            if sequence.images is not None:
+                self._images.note_computed(sequence)
             if sequence.remaining_prompt:
                 continue
             self._load.note_prompt(sequence.prompt_len, sequence.prompt.cached_tokens)
@@ -224,7 +239,13 @@ class PrefillManager:
         sequence.holds.load = self._load_pages(sequence)
         if sequence.holds.load is None:
             sequence.prompt.known_tokens = 0  # it was an estimate, and `kv_len` is exact
-            admit(sequence, self._cache, plan)
+            self._begin(sequence, plan)
+
+    def _begin(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Put a prompt into its slot, whose cached tokens are known. So it is known which images it needs."""
+        if sequence.images is not None:
+            self._images.enter(sequence)
+        admit(sequence, self._cache, plan)
 
     # ------------------------------------------------------------------------------------------------ recurrent states
 
@@ -281,4 +302,4 @@ class PrefillManager:
                 self._load.loaded_tokens += max(0, prompt.cached_tokens - max(sequence.kv_len, prompt.known_tokens))
                 sequence.kv_len, prompt.known_tokens, sequence.holds.load = prompt.cached_tokens, 0, None
                 self._commit(sequence, sequence.kv_len)
-                admit(sequence, self._cache, plan)
+                self._begin(sequence, plan)

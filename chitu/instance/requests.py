@@ -31,6 +31,7 @@ from chitu.errors import (
 )
 from chitu.grammars import CompiledGrammar
 from chitu.instance.core import InstanceCore
+from chitu.instance.images import wrong_images
 from chitu.instance.roles import InstanceRole
 from chitu.instance.sequences import (
     OPEN_STATES,
@@ -59,10 +60,12 @@ from chitu.protocol import (
     PrefillRequest,
     PromptOutput,
     RequestFailed,
+    RequestHead,
     RequestMessage,
     SampledRequest,
     SamplingParams,
     UnifiedRequest,
+    page_marks,
 )
 from chitu.types import Role, waited_text
 
@@ -357,7 +360,7 @@ class RequestArrivals:
             known = ", ".join(name for name, _ in self._info.adapters) or "none"
             text = f"this instance has no LoRA adapter {head.options.adapter!r} (model.adapters: {known})"
             self._ends.refuse(sequence, InvalidRequest(text))
-        elif refusal := self._refusal(sequence):
+        elif refusal := self._refusal(sequence) or self._image_refusal(message):
             self._ends.refuse(sequence, refusal)
         else:
             self._role.arrive(sequence, message)
@@ -371,6 +374,28 @@ class RequestArrivals:
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
+    def _image_refusal(self, message: RequestMessage) -> ChituError | None:
+        """Return why no prompt with these images can run here; None if it can."""
+        head = message.head
+        if not head.images:
+            return None
+        if wrong := _wrong_images(head):
+            return InvalidRequest(wrong)
+        if isinstance(message, DecodeRequest):
+            return None  # P computes it
+        if not (num_rows := self._info.image_rows):
+            return InvalidRequest("this instance has no vision")
+        largest = max([image.num_rows for image in head.images])
+        if largest > num_rows:
+            return Capacity(f"an image of {largest} rows, this instance has {num_rows} (cache.image_rows)")
+        longest, most = max([image.end - image.start for image in head.images]), self._core.settings.config
+        if self._info.whole_images and longest > most.max_batched_tokens:
+            return Capacity(
+                f"an image of {longest} tokens, which are computed in one step, and a step of this instance has "
+                f"{most.max_batched_tokens} (scheduler.max_batched_tokens)"
+            )
+        return None
+
     def _sequence(self, message: RequestMessage) -> Sequence:
         self._count += 1
         head, options = message.head, message.head.options
@@ -382,7 +407,7 @@ class RequestArrivals:
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         adapter, adapter_hash = self._adapters.get(options.adapter, NO_ADAPTER)
-        salt = options.cache_salt
+        salt, images = options.cache_salt, () if head.images and _wrong_images(head) else head.images
         sequence = Sequence(
             head,
             queue_order(arrival_s, self._count, options.priority, most_s),
@@ -390,8 +415,9 @@ class RequestArrivals:
             sampling,
             adapter,
             stop_ids,
+            images=self._resources.images.images_of(images),
             prompt=PromptProgress(PromptOutput() if head.num_emitted else asked, early=self._early_of(message)),
-            holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash)),
+            holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash, page_marks(images))),
         )
         if isinstance(message, SampledRequest):
             sequence.output.group = message.token_group
@@ -413,6 +439,7 @@ class RequestArrivals:
             msgspec.structs.replace(sampling, seed=fork.seed),
             source.adapter,
             source.stop_ids,
+            images=None if source.images is None else self._resources.images.images_of(source.images.parts),
             output=Output(group=source.output.group),
             source=source,
             prediction=prediction,
@@ -474,6 +501,11 @@ class RequestArrivals:
         if num_waiting and num_waiting + choices > self._core.settings.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests are queued already (scheduler.max_waiting_requests)")
         return None
+
+
+def _wrong_images(head: RequestHead) -> str:
+    """Return why a prompt cannot have its images; empty if it can."""
+    return wrong_images(head.images, len(head.token_ids) // 4 - head.num_emitted)
 
 
 def _rooms_of(message: RequestMessage) -> list[bytes]:

@@ -130,6 +130,9 @@ class PrefillRole(InstanceRole):
         self._core = core
         self._sequences = core.sequences
         self._sender = sender
+        self._resources = core.sequences.resources
+        self._num_advances = 0
+        """`ImageGate.num_advances`, as the sender knows it."""
         self._early = EarlyAdmission(core.sequences, sender)
         self.load = PrefillLoad(core)
         self._prefill = PrefillManager(core, self.load, self)
@@ -162,6 +165,9 @@ class PrefillRole(InstanceRole):
             return None
         most_tokens = self._core.settings.config.max_batched_tokens
         chunks = self._prefill.schedule(plan, most_tokens)
+        if self._num_advances != self._resources.images.num_advances:
+            self._num_advances = self._resources.images.num_advances
+            self._sender.feed.note_advance()
         if chunks:
             pages_of = self._core.engine.cache.get_page_indices
             self._sender.feed.begin_step(

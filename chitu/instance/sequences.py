@@ -23,6 +23,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
 from chitu.instance.draft_source import Drafting
+from chitu.instance.images import ImageGate, PromptImages
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_cache.state_row import Snapshot, StateSlots, stamp_of
 from chitu.kv_cache.tiers.pages import PageLoad
@@ -256,6 +257,8 @@ class Sequence:
     adapter: int = 0
     """As in `Admit`. Its pages hold K and V of this adapter alone."""
     stop_ids: frozenset[int] = frozenset()
+    images: PromptImages | None = None
+    """Images of its prompt; None without."""
     prompt: PromptProgress = field(default_factory=PromptProgress)
     holds: Holdings = field(default_factory=Holdings)
     output: Output = field(default_factory=Output)
@@ -392,15 +395,21 @@ class SlotPool:
 
 
 class Resources:
-    """The pages, slots, aux slots and state slots of an instance. What is released while a launched step is unread
-    becomes free when the newest one is read, of each lane.
+    """The pages, slots, aux slots, state slots and features of images of an instance. What is released while a launched
+    step is unread becomes free when the newest one is read, of each lane; but rows of features at once (`images.py`).
 
     With state a prompt goes on behind cached pages only where a snapshot of the state was kept (`StateSlots`)."""
 
     def __init__(
-        self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers, states: StateSlots | None = None
+        self,
+        cache: PagedKVCacheManager,
+        num_slots: int,
+        aux: MetadataBuffers,
+        states: StateSlots | None = None,
+        images: ImageGate | None = None,
     ) -> None:
         self.cache = cache
+        self.images = images or ImageGate()
         self.slots = SlotPool(num_slots)
         self.aux = aux
         self.states = states or StateSlots()
@@ -523,7 +532,13 @@ class Resources:
         if sequence.holds.snapshot is not None:
             self.states.drop(sequence.holds.snapshot)
             sequence.holds.snapshot = None
+        self.leave_images(sequence)
         self.cache.remove_task(sequence.room)
+
+    def leave_images(self, sequence: Sequence) -> None:
+        """Give up the features of a sequence that computes no more."""
+        if sequence.images is not None:
+            self.images.leave(sequence)
 
     def _free_aux(self, sequence: Sequence) -> None:
         if sequence.holds.aux_slot >= 0:
@@ -614,6 +629,7 @@ class Sequences:
         if not self.take(sequence, SequenceEvent.END):
             return False
         sequence.holds.stop_load()
+        self.resources.leave_images(sequence)
         if is_retracted:
             self.dropped_keys.append(sequence.holds.offload_key)
         self.resources.free_slot(sequence)

@@ -8,7 +8,10 @@ that were sent already are not sent again. Their transfer may overlap the second
 damage; that costs another attempt.
 
 A recurrent state is not written twice but moved on, and a step that raised may have moved some layers' states on and
-others' not. So with state each sequence is repeated alone, after its state was computed anew from its first token.
+others' not. So with state each sequence is repeated alone, after its state was computed anew from its first token. Not
+behind images, whose features may be gone: such a request goes on elsewhere.
+
+Images that the step encodes are encoded first, each alone. One that raises ends the requests that wait for it.
 
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
 tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
@@ -158,13 +161,16 @@ class StepFaults:
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""
         plan = step.plan
-        slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
-        self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
-        num_lost = self._end_unsaved(plan)
+        records = (*plan.offload, *plan.admit, *plan.append, *plan.place, *plan.prefill)
+        slots = {record.slot for record in (*records, *plan.first_tokens)}.union(plan.release, plan.decode)
+        self._forget(slots)
+        num_lost = self._end_unsaved(plan) + self._end_stateless(slots)
         self._resources.states.drop_all(only_pending=True)  # of this step: all others are read
-        parts = self._parts(step)
-        logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
         outcome = _Outcome()
+        self._encode(plan, outcome)
+        unseen = {sequence for sequence, _ in outcome.raised}
+        parts = [part for part in self._parts(step) if part.sequence not in unseen]
+        logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
         if parts:
             self._run(parts, outcome)
         if not outcome.done:
@@ -200,6 +206,30 @@ class StepFaults:
             self._ends.fail(sequence, DecodeLost(f"{self._name} could not save the KV of this request"))
         return len(sequences)
 
+    def _end_stateless(self, slots: set[int]) -> int:
+        """Fail the sequences in these slots whose state cannot be computed anew: behind images. Return how many."""
+        if not self._resources.has_state:
+            return 0
+        found = [self._resources.slots.owner[slot] for slot in slots]
+        lost = [each for each in found if each is not None and each.is_open and each.images is not None]
+        lost = [each for each in lost if each.images is not None and each.images.parts[0].start < each.kv_len]
+        for sequence in lost:
+            text = f"{self._name} cannot compute the state of this request anew behind its images"
+            self._ends.fail(sequence, self._role.lost(text))
+        return len(lost)
+
+    def _encode(self, plan: StepPlan, outcome: _Outcome) -> None:
+        """Encode the images of a plan, each alone. Those that raise are nobody's any more."""
+        for encode in plan.encode:
+            try:
+                self._executor.launch(StepPlan(encode=[encode])).result()
+            except Internal:
+                raise
+            except Exception as error:
+                known = [sequence for sequence, _ in outcome.raised]
+                failed = self._resources.images.fail_encoding(encode)
+                outcome.raised += [(sequence, error) for sequence in failed if sequence not in known]
+
     def _parts(self, step: Step) -> list[_Part]:
         """Return the parts of the step, one for each sequence that is still open."""
         plan, saved, owner = step.plan, self._executor.saved_keys, self._resources.slots.owner
@@ -213,6 +243,8 @@ class StepFaults:
 
         for record in plan.admit:
             part_of(record.slot)
+        for place in plan.place:
+            part_of(place.slot)  # its admission has the rows
         for copy in plan.copy:
             part_of(copy.slot).copy.append(copy)
         for copy_state in plan.copy_state:

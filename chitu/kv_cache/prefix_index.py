@@ -2,8 +2,9 @@
 
 Keys form a chain: the key of page n is `blake2b(key of page n - 1 + token ids of page n)`, 128 bits. The key before
 page 0 is the *root*, a hash of the `cache_salt` and of everything else that K and V depend on, such as the request's
-LoRA adapter. So equal keys mean equal K and V on every instance, and prompts with different salts or adapters have no
-key in common. Pure; step thread.
+LoRA adapter. The page in which rows of an image begin has the image's key and their position, too, and the chain takes
+these to all later pages: another image at the same place has no page in common from there on. So equal keys mean equal
+K and V on every instance, and prompts with different salts or adapters have no key in common. Pure; step thread.
 
 Two different chains with one key would give wrong tokens. By chance that takes 2**64 pages. An attacker needs as many
 hashes for a collision of two prompts of their choice, and 2**128 to match the key of another client's prompt.
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -54,6 +55,14 @@ def lasting_fingerprint(fingerprint: bytes, weights_digest: bytes, version: str,
     return blake2b(fingerprint + weights_digest + text, digest_size=KEY_BYTES).digest()
 
 
+def marks_by_block(images: Sequence[tuple[int, bytes]], size: int) -> dict[int, bytes]:
+    """Return what rows of images add to the blocks of `size` tokens in which they begin. `images`: `page_marks`."""
+    marks: dict[int, bytes] = {}
+    for start, mark in images:
+        marks[start // size] = marks.get(start // size, b"") + start.to_bytes(TOKEN_BYTES, "little") + mark
+    return marks
+
+
 @dataclass(slots=True)
 class PageKeys:
     """The keys of one sequence's pages, each computed once."""
@@ -63,20 +72,29 @@ class PageKeys:
     """Tokens per page."""
     epoch: int = 0
     """That of the cache which they were made for (`PagedKVCacheManager.accepts`)."""
+    marks: Mapping[int, bytes] = field(default_factory=dict)
+    """By page: what rows of images that begin in it add to its key."""
     _keys: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, fingerprint: bytes, page_size: int, cache_salt: str = "", adapter_hash: str = "", epoch: int = 0
+        cls,
+        fingerprint: bytes,
+        page_size: int,
+        cache_salt: str = "",
+        adapter_hash: str = "",
+        epoch: int = 0,
+        images: Sequence[tuple[int, bytes]] = (),
     ) -> PageKeys:
-        """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter."""
+        """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter. `images`: `page_marks` of the
+        sequence's images."""
         person = bytes.fromhex(adapter_hash)
         root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint, person=person).digest()
-        return cls(root, page_size, epoch)
+        return cls(root, page_size, epoch, marks_by_block(images, page_size) if images else {})
 
     def copy(self) -> PageKeys:
         """Return a copy for a sequence that begins with the same tokens."""
-        return PageKeys(self.root, self.page_size, self.epoch, list(self._keys))
+        return PageKeys(self.root, self.page_size, self.epoch, self.marks, list(self._keys))
 
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
         """Return the keys of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are those of the
@@ -90,6 +108,9 @@ class PageKeys:
         return self._keys[page]
 
     def _extend(self, num_pages: int, token_ids: bytes) -> None:
+        if self.marks:
+            self._extend_with_images(num_pages, token_ids)
+            return
         keys, page_bytes = self._keys, self.page_size * TOKEN_BYTES
         key = keys[-1] if keys else self.root
         fresh = blake2b(digest_size=KEY_BYTES).copy  # a copy costs a third less than a new one
@@ -98,6 +119,12 @@ class PageKeys:
             hasher.update(key + token_ids[start : start + page_bytes])
             key = hasher.digest()
             keys.append(key)
+
+    def _extend_with_images(self, num_pages: int, token_ids: bytes) -> None:
+        keys, page_bytes = self._keys, self.page_size * TOKEN_BYTES
+        for page in range(len(keys), num_pages):
+            content = token_ids[page * page_bytes : (page + 1) * page_bytes] + self.marks.get(page, b"")
+            keys.append(blake2b((keys[-1] if keys else self.root) + content, digest_size=KEY_BYTES).digest())
 
 
 class PrefixIndex:

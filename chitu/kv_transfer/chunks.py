@@ -266,7 +266,8 @@ class ChunkFeed:
         self._ready: Ready | None = None
         """Event of the newest of these layers; it passes after those of all other layers."""
         self.num_layers_done = 0
-        """Layers that steps have reported, of whatever room, and steps that ended: a sign that P advances."""
+        """Layers that steps have reported, of whatever room, steps that ended, and what `note_advance` was told: a sign
+        that P advances."""
 
     # --------------------------------------------------------------------------------------------- calls of the machine
 
@@ -319,6 +320,11 @@ class ChunkFeed:
         with self._lock:
             self.num_layers_done += 1
             self._layers_are_done(layer if first_layer is None else first_layer, layer + 1, ready)
+
+    def note_advance(self) -> None:
+        """Note that P has prepared or encoded an image, for which a prompt may wait."""
+        with self._lock:
+            self.num_layers_done += 1
 
     def end_step(self) -> None:
         """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are

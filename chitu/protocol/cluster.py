@@ -182,6 +182,12 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     rates: StepRates = StepRates()
     drafts: dict[str, tuple[int, int]] = {}
     """By source: tokens since start that were drafted, and those of them that were right."""
+    images: int = 0
+    """Images encoded since start."""
+    image_rows: int = 0
+    """Rows for features of images; 0 if the model has no vision here."""
+    image_rows_used: int = 0
+    """Those of them that prompts wait for, or compute with."""
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):

@@ -25,6 +25,7 @@ from chitu.router.admission import Admission
 from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.dispatch import Dispatcher, max_choices
 from chitu.router.generation import Attempt, Generation, GenerationState, PromptGroup
+from chitu.router.image_files import ImageFiles
 from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.request import (
@@ -146,6 +147,7 @@ class Attempts:
         """Attempts in `rooms` without a token."""
         self.dirty: list[Generation] = []
         """Generations whose readers are to be woken."""
+        self.files = ImageFiles(config.max_total_body_bytes)
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
@@ -183,20 +185,24 @@ class Attempts:
     def start(self, generations: list[Generation], is_admitted: bool = False) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
-        takes them. Raises NoInstance if there is none, and Overloaded unless `is_admitted` if it would wait too long in
-        the way that was chosen."""
+        takes them. Raises NoInstance if there is none, TooManyRequests if there are too many files of images, and
+        Overloaded unless `is_admitted` if it would wait too long in the way that was chosen."""
         request = generations[0].request
+        if request.files:
+            self.files.require_room(request.files)
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
         limits = request.prefix_salt, request.sampling.max_tokens, request.slo
         admit = None if is_admitted else self._admission.require_way
-        way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit)
+        way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit, request.images)
         count = 1 if len(generations) == 1 else max_choices(way.decode, request.num_tokens)
         together = generations[:count]
         group, groups = PromptGroup(new_room()) if len(together) > 1 else None, self._members.groups_of(way)
         if group is not None:
             self.groups[group.room] = group
         for generation in together:
+            if request.files:
+                self.files.add(generation.request.files)
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
@@ -383,7 +389,7 @@ class Attempts:
         try:
             request = generation.request
             limits = request.prefix_salt, request.sampling.max_tokens, request.slo
-            way = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
+            way = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits, images=request.images)
         except NoInstance:
             if self.is_held and generation.state is GenerationState.RETRYING:  # else its attempt is kept
                 self._defer(generation, wanted)
@@ -438,9 +444,9 @@ class Attempts:
     def _count_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
         if self._selector.keeps_answers:
-            generation = attempt.generation
-            tokens = generation.request.token_ids + generation.output.tobytes()
-            self._selector.note_answer(tokens, generation.request.prefix_salt, attempt.decode)
+            request = attempt.generation.request
+            tokens = request.token_ids + attempt.generation.output.tobytes()
+            self._selector.note_answer(tokens, request.prefix_salt, attempt.decode, request.images)
         self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
@@ -477,6 +483,8 @@ class Attempts:
         elif record.state == "cancelled":
             self.counters.cancelled += 1
         if record.state != "retried":
+            if generation.request.files:
+                self.files.release(generation.request.files)
             self._deadlines.discard(generation, generation.deadline_s)
             if is_news and not generation.dirty:  # else the reader ended it itself
                 generation.dirty = True

@@ -115,6 +115,7 @@ class Dispatcher:
             router=self._router,
             weights=decode.weights.number,
             options=request.options,
+            images=request.images,
         )
         sampled = head, request.sampling, forks, _token_group(request), to_decode.sender.stamp, request.prediction
         if prefill is None or attempt.prefill is None:

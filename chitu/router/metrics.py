@@ -113,6 +113,10 @@ class RouterMetrics(msgspec.Struct):
     """Requests in flight now, by state: `prefill` until the first token, then `decode`."""
     breakers: dict[str, Counts] = {}
     """Present breaker states by name of the instance, each with count 1."""
+    image_files: int = 0
+    """Files of images of requests in flight now."""
+    image_bytes: int = 0
+    """Their size."""
 
 
 class BalanceMetrics(msgspec.Struct):

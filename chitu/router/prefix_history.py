@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
+from chitu.kv_cache.prefix_index import marks_by_block
+from chitu.protocol import ImagePart, page_marks
 from chitu.router.candidates import InstanceKey
 
 BLOCK_TOKENS = 256
@@ -29,13 +31,20 @@ requests would have found. Once several have a block (a shared system prompt) th
 TOKEN_BYTES = 4
 
 
-def prefix_names(token_ids: bytes, salt: str = "") -> list[int]:
+def prefix_names(token_ids: bytes, salt: str = "", images: Sequence[ImagePart] = ()) -> list[int]:
     """Return the names of a prompt's whole blocks (int32 LE), first block first. They are valid only in this process.
-    Another salt (`GenerateRequest.prefix_salt`) gives other names, as it gives the pages other keys."""
+    Another salt (`GenerateRequest.prefix_salt`) gives other names, and so do other `images`, as they give the pages
+    other keys."""
     size = BLOCK_TOKENS * TOKEN_BYTES
     end = min(len(token_ids) // size, MAX_PROMPT_BLOCKS) * size
     names = []
     name = hash(salt)
+    if images:
+        marks = marks_by_block(page_marks(images), BLOCK_TOKENS)
+        for start in range(0, end, size):
+            name = hash((name, token_ids[start : start + size], marks.get(start // size)))
+            names.append(name)
+        return names
     for start in range(0, end, size):
         name = hash((name, token_ids[start : start + size]))
         names.append(name)

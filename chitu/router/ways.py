@@ -23,6 +23,7 @@ from typing import NamedTuple
 from chitu.clock import Clock, RealClock
 from chitu.config.schema import RouterConfig
 from chitu.errors import NoInstance
+from chitu.protocol import ImagePart
 from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost
 from chitu.router.loads import InstanceGroup, InstanceLoad
@@ -53,6 +54,7 @@ class _Prompt(NamedTuple):
     """Worth of its beginning to P and unified instances that were sent it."""
     decoded: Mapping[InstanceKey, int]
     """How many of its tokens instances have that decoded its beginning."""
+    has_images: bool = False
 
 
 class _Way(NamedTuple):
@@ -107,6 +109,7 @@ class Selector:
         max_tokens: int = ANSWER_TOKENS,
         slo: SLO = NO_SLO,
         admit: Callable[[float], None] | None = None,
+        images: Sequence[ImagePart] = (),
     ) -> Way:
         """Return the way that a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
 
@@ -115,22 +118,23 @@ class Selector:
         each other is chosen only if there is no other, and no instance can serve alone. A suspended one is never
         chosen: its P would fail the request. `salt`: `GenerateRequest.prefix_salt`. `max_tokens` bounds the answer, for
         its cost. `admit` gets the predicted wait in the chosen way, 0 if there was no choice, and raises if that is too
-        long: no instance is then taken to have the prompt.
+        long: no instance is then taken to have the prompt. A prompt with `images` is computed by no D alone.
         """
         members = self._members
         candidates = members.candidates
         if candidates is not self._arranged:
             self._arrange(candidates)
-        has_whole = bool(candidates.unified) or self._has_alone
+        has_alone = self._has_alone and not images
+        has_whole = bool(candidates.unified) or has_alone
         has_pair = candidates.has_pair and not (members.num_cut_off and has_whole and not members.has_sound_pair)
         if not has_pair and not has_whole:
             raise NoInstance(members.why_unusable())
-        prompt, entropy = self._prompt(token_ids, salt), self._random_bits(ENTROPY_BITS)
+        prompt, entropy = self._prompt(token_ids, salt, images), self._random_bits(ENTROPY_BITS)
         request = RoutingRequest(self._turn, prompt.num_tokens, entropy, prompt.matches)
         self._turn += 1
         is_open = self._has_slo or slo is not NO_SLO or (has_pair and bool(candidates.unified))
         ways: list[_Way] = []
-        if has_pair or self._has_alone:
+        if has_pair or has_alone:
             prefill = members.prefill.without(avoid, blocked) if has_pair else None
             ways = self._ways_of_d(request, prompt, prefill, members.decode.without(avoid, blocked), is_open)
         if candidates.unified:
@@ -158,10 +162,12 @@ class Selector:
         """Whether `note_answer` is of use."""
         return self._has_alone
 
-    def note_answer(self, token_ids: bytes, salt: str | None, decode: InstanceKey) -> None:
+    def note_answer(
+        self, token_ids: bytes, salt: str | None, decode: InstanceKey, images: Sequence[ImagePart] = ()
+    ) -> None:
         """Note that an instance has decoded these tokens, prompt and answer (int32 LE)."""
         if salt is not None:
-            self._decoded.add(prefix_names(token_ids, salt), decode, self._members)
+            self._decoded.add(prefix_names(token_ids, salt, images), decode, self._members)
 
     def _arrange(self, candidates: Candidates) -> None:
         """Note what follows from new candidates."""
@@ -183,13 +189,13 @@ class Selector:
 
     # ----------------------------------------------------------------------------------------------------- the prompt
 
-    def _prompt(self, token_ids: bytes, salt: str | None) -> _Prompt:
+    def _prompt(self, token_ids: bytes, salt: str | None, images: Sequence[ImagePart]) -> _Prompt:
         names: Sequence[int] = ()
         if salt is not None and (self._prefixes is not None or self._has_alone):
-            names = prefix_names(token_ids, salt)
+            names = prefix_names(token_ids, salt, images)
         matches = {} if self._prefixes is None else self._prefixes.match(names)
         decoded = self._decoded.lengths(names) if self._has_alone else {}
-        return _Prompt(len(token_ids) // 4, salt is not None, names, matches, decoded)
+        return _Prompt(len(token_ids) // 4, salt is not None, names, matches, decoded, bool(images))
 
     def _new_tokens(self, load: InstanceLoad, prompt: _Prompt) -> int:
         """Return how many tokens of a prompt a P or a unified instance is likely to compute."""
@@ -239,7 +245,7 @@ class Selector:
         pairs, alone = [], []
         for load in decodes:
             num_cached = min(prompt.decoded.get(load.key, 0), prompt.num_tokens)
-            if load.computes:
+            if load.computes and not prompt.has_images:
                 alone.append(_Way(None, load, max(1, prompt.num_tokens - num_cached)))
             for p in prefills:
                 if is_out is None or not is_out(p.key, load.key):

@@ -636,6 +636,10 @@ class ChecksumExecutor(FakeExecutor):
         """Return the checksum of the KV of its first `end` tokens, as it is in the pages now."""
         return zlib.crc32(self._pool.kv[:, self._rows(state, end)].swapaxes(0, 1).tobytes())
 
+    def _input(self, slot: int, position: int) -> tuple[int, int]:
+        """Return the token that is computed at a position, and the position that it is rotated to."""
+        return self._slots[slot].tokens[position], position
+
     def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
         state, end = self._live(chunk.slot, "prefill"), chunk.start + chunk.length
         self._require_pages(chunk.slot, state, end)
@@ -643,7 +647,7 @@ class ChecksumExecutor(FakeExecutor):
             self._hold("prefill")
         found, records = self._attention(state, chunk.start), []
         for position in range(chunk.start, end):
-            records.append(kv_of(state.tokens[position], position, found ^ state.adapter ^ self.weights))
+            records.append(kv_of(*self._input(chunk.slot, position), found ^ state.adapter ^ self.weights))
             found = zlib.crc32(records[-1], found)
         kv = np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES)
         self._computed.append((self._rows(state, end)[chunk.start :], kv))
@@ -661,7 +665,7 @@ class ChecksumExecutor(FakeExecutor):
         length = state.kv_len
         self._require_pages(slot, state, length + 1)
         found = self._attention(state, length) ^ state.adapter ^ self.weights
-        record = kv_of(state.tokens[length], length, found)
+        record = kv_of(*self._input(slot, length), found)
         self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
         state.state = self._attention(state, length + 1)
         super()._decode(slot, result)

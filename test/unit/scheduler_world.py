@@ -657,12 +657,12 @@ class MovingWire(Wire):
     def deliver(self, rng: random.Random) -> None:
         assert self.prefill is not None and self.decode is not None
         source, target = self.prefill.executor, self.decode.executor
-        assert isinstance(source, Engine) and isinstance(target, Engine)
+        assert isinstance(source, ChecksumExecutor) and isinstance(target, ChecksumExecutor)
         for room in self.computed:
             if room in self.announced and room not in self.dead:
                 tables = self.prefill.cache.get_page_indices(room), self.decode.cache.get_page_indices(room)
                 for from_page, to_page in list(zip(*tables, strict=False))[self.prefix_pages[room] :]:
-                    target.pool.kv[:, rows_of(to_page)] = source.pool.kv[:, rows_of(from_page)]
+                    target._pool.kv[:, rows_of(to_page)] = source._pool.kv[:, rows_of(from_page)]
         super().deliver(rng)
 
 

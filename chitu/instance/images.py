@@ -1,0 +1,469 @@
+"""The features of images on an instance that computes prompts: where they are, and which prompts may go on.
+
+`FeatureStore` has the rows of the executor's feature region, `ImageGate` decides which images are prepared, encoded and
+placed, and `PromptImages` is what a sequence knows of its images. Step thread only; no tensor, no socket.
+
+A prompt needs the features of those images of which rows are not in cached pages: known when it is admitted, so a
+cached turn asks for nothing. The gate asks the `ImageSource` for them, has them encoded in steps, and places them.
+Chunks of the prompt end before the first image that is not placed; the text before it, and all other requests, go on.
+Equal images are encoded once.
+
+Why prompts cannot deadlock over rows: an image larger than the region is refused on arrival. A prompt has its images
+placed in their order, and gives up the rows of each once these are computed, so it never holds rows for a later image
+without those for the first that it waits for. The most urgent prompt gets rows that no prompt has placed, then those of
+less urgent prompts, which have them encoded again; while one waits for rows, no less urgent one takes any.
+
+A row is given to another image while a launched step may still read it: steps run in the order of their launches, and
+the next image is encoded by a later one. While the lane of prompts is busy, nothing is encoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from chitu.clock import Clock, RealClock
+from chitu.engine.executor import EncodeImage, ExecutorInfo, ImageSpan, PlaceImage, StepPlan
+from chitu.errors import ChituError, Internal, TransferStalled
+from chitu.instance.image_source import ImageSource, NoImages
+from chitu.protocol import IMAGE_KEY_BYTES, ImagePart
+
+if TYPE_CHECKING:
+    from chitu.instance.sequences import Sequence as Request
+
+NO_VISION = ExecutorInfo(0, 0, 0, 0, ())
+"""Of an executor that takes no images."""
+
+
+# --------------------------------------------------------------------------------------------------------- the store
+
+
+@dataclass(slots=True, eq=False)
+class StoredImage:
+    """An image with rows of the region."""
+
+    key: bytes
+    rows: NDArray[np.int32]
+    """A row for each of its feature rows, in order."""
+    pins: int = 0
+    """Prompts that have it placed."""
+
+
+class FeatureStore:
+    """The rows of the feature region. An image is here from `reserve` on: the step that computes its features is the
+    next one launched. It is *pinned* by the prompts that have it placed; the others are kept for later prompts, and the
+    least recently used go first."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
+        """Images that can be found, the least recently used first."""
+        self.num_pinned = 0
+        """Rows of pinned images."""
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._images
+
+    @property
+    def num_free(self) -> int:
+        """Rows of no image."""
+        return len(self._free)
+
+    def find(self, key: bytes) -> StoredImage | None:
+        """Return an image that is here."""
+        image = self._images.get(key)
+        if image is not None:
+            self._images.move_to_end(key)
+        return image
+
+    def reserve(self, key: bytes, num_rows: int) -> StoredImage | None:
+        """Take rows for an image that is not here. Return None, and take none, if too few are free or unpinned."""
+        if num_rows > self.num_rows - self.num_pinned:
+            return None
+        for idle in [image for image in self._images.values() if not image.pins]:
+            if len(self._free) >= num_rows:
+                break
+            del self._images[idle.key]
+            self._give_back(idle)
+        at = len(self._free) - num_rows
+        rows = np.array(self._free[at:][::-1], np.int32)
+        del self._free[at:]
+        image = self._images[key] = StoredImage(key, rows)
+        return image
+
+    def pin(self, image: StoredImage) -> None:
+        """Keep an image for one more prompt."""
+        if not image.pins:
+            self.num_pinned += len(image.rows)
+        image.pins += 1
+
+    def unpin(self, image: StoredImage) -> None:
+        """Keep it for one prompt fewer."""
+        image.pins -= 1
+        if not image.pins:
+            self.num_pinned -= len(image.rows)
+            if self._images.get(image.key) is not image:
+                self._give_back(image)
+
+    def discard(self, image: StoredImage) -> None:
+        """Let an image be found no more: what its rows hold is not its features. They are free once nobody pins it."""
+        if self._images.get(image.key) is image:
+            del self._images[image.key]
+            if not image.pins:
+                self._give_back(image)
+
+    def drop_all(self) -> None:
+        """Let no image be found any more."""
+        for image in list(self._images.values()):
+            self.discard(image)
+
+    def check_idle(self) -> None:
+        """Raise Internal unless nothing is pinned: called when no request is left."""
+        num_kept = sum([len(image.rows) for image in self._images.values()])
+        if self.num_pinned or self.num_free + num_kept != self.num_rows:
+            raise Internal(
+                f"{self.num_pinned} rows of features are pinned, {self.num_free} free and {num_kept} kept of "
+                f"{self.num_rows}"
+            )
+
+    def _give_back(self, image: StoredImage) -> None:
+        self._free.extend(image.rows[::-1].tolist())
+
+
+# -------------------------------------------------------------------------------------------------- images of a prompt
+
+
+@dataclass(slots=True, eq=False)
+class PromptImages:
+    """The images of a sequence. Rows of those before `first` are computed, or in cached pages; the next ones are
+    `placed`, and chunks end before those behind."""
+
+    parts: tuple[ImagePart, ...]
+    """All, in order of position."""
+    is_whole: bool = False
+    """Whether no chunk may end inside one (`ExecutorInfo.whole_images`)."""
+    first: int = 0
+    placed: list[StoredImage] = field(default_factory=list)
+    """Pinned ones, which the executor knows the rows of."""
+    spans: list[ImageSpan] = field(default_factory=list)
+    """As in `Admit.images`: with rows of the region where an image is placed."""
+
+    def __post_init__(self) -> None:
+        self.spans = [ImageSpan(start, length, image.grid) for image in self.parts for start, length, _ in image.spans]
+
+    @property
+    def missing(self) -> Sequence[ImagePart]:
+        """Images whose features are needed and not placed."""
+        return self.parts[self.first + len(self.placed) :]
+
+    @property
+    def next_missing(self) -> ImagePart | None:
+        """The first of them."""
+        at = self.first + len(self.placed)
+        return self.parts[at] if at < len(self.parts) else None
+
+    def pass_computed(self, kv_len: int) -> list[StoredImage]:
+        """Note that so many tokens need no computing. Return the images that were placed and whose rows are all among
+        them."""
+        before = self.first
+        while self.first < len(self.parts) and self.parts[self.first].end <= kv_len:
+            self._set_rows(self.first, None)
+            self.first += 1
+        passed, self.placed = self.placed[: self.first - before], self.placed[self.first - before :]
+        return passed
+
+    def place(self, image: StoredImage) -> list[tuple[int, bytes]]:
+        """Note that the first missing image is placed. Return the places of its spans, and the rows of each."""
+        self.placed.append(image)
+        return self._set_rows(self.first + len(self.placed) - 1, image)
+
+    def unplace(self) -> StoredImage:
+        """Note that the last one that is placed is missing again, and return it."""
+        self._set_rows(self.first + len(self.placed) - 1, None)
+        return self.placed.pop()
+
+    def chunk_length(self, start: int, length: int, most: int) -> int:
+        """Return how long a chunk from `start` may be that would have `length` tokens, and has at most `most`, if it
+        has to reach the end of an image; 0: none can be computed now."""
+        if (missing := self.next_missing) is not None:
+            length = min(length, max(0, missing.start - start))
+        if self.is_whole:
+            end = start + length
+            for image in self.parts[self.first :]:
+                if image.start < end < image.end:
+                    return image.end - start if image.end - start <= most else max(0, image.start - start)
+        return length
+
+    def _set_rows(self, index: int, image: StoredImage | None) -> list[tuple[int, bytes]]:
+        """Set the rows of the region of all spans of an image."""
+        at, changed = sum([len(part.spans) for part in self.parts[:index]]), []
+        for place, (_, length, first) in enumerate(self.parts[index].spans, at):
+            rows = b"" if image is None else image.rows[first : first + length].astype("<i4").tobytes()
+            if rows != self.spans[place].rows:
+                self.spans[place] = msgspec.structs.replace(self.spans[place], rows=rows)
+                changed.append((place, rows))
+        return changed
+
+
+def wrong_images(images: Sequence[ImagePart], num_tokens: int) -> str:
+    """Return why a prompt of so many tokens cannot have these images; empty if it can. The router has checked them
+    before."""
+    end = 0
+    for number, image in enumerate(images):
+        if len(image.key) != IMAGE_KEY_BYTES or not image.spans:
+            return f"image {number} has a key of {len(image.key)} bytes and {len(image.spans)} spans"
+        num_rows = 0
+        for start, length, first in image.spans:
+            if not (end <= start and length > 0 and start + length <= num_tokens and first == num_rows):
+                return f"image {number} has {length} rows from {start} on (of {num_tokens} tokens), behind {end}"
+            end, num_rows = start + length, num_rows + length
+        if any(image.grid) and math.prod(image.grid) != num_rows:
+            return f"image {number} has {num_rows} rows and a grid of {image.grid}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------------- the gate
+
+
+@dataclass(slots=True, eq=False)
+class AskedImage:
+    """An image that the source was asked for."""
+
+    num_rows: int
+    router: int
+    rooms: frozenset[bytes]
+    """Prompts that an error of it ends: later ones, and those of other routers, ask for it once more."""
+    since_s: float
+    patches: str = ""
+    """Empty until it is prepared."""
+    num_unread: int = 0
+    """Steps that encode it and are not read."""
+
+
+class ImageGate:
+    """The prompts that wait for features, and the store of these."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo = NO_VISION,
+        source: ImageSource | None = None,
+        most_rows: int = 1 << 30,
+        silence_s: float = math.inf,
+        clock: Clock | None = None,
+    ) -> None:
+        """`most_rows`: rows that a step encodes, at most, but for one image alone. `silence_s`: longest time in which
+        the source prepares nothing of what it was asked for."""
+        self.store = FeatureStore(info.image_rows)
+        self.is_whole = info.whole_images
+        self._source: ImageSource = source or NoImages()
+        self._most_rows = most_rows
+        self._silence_s = silence_s
+        self._clock = clock or RealClock()
+        self._waiting: dict[bytes, Request] = {}
+        """Computing prompts with images that are not computed yet, by room."""
+        self._asked: dict[bytes, AskedImage] = {}
+        self._encoding: list[AskedImage] = []
+        """Those that the newest plan encodes, until it is launched."""
+        self._news_s = 0.0
+        """When the source had something last."""
+        self.num_encoded = 0
+        """Images encoded since the start."""
+        self.num_advances = 0
+        """Images prepared and images encoded since the start: signs that prompts advance which wait for them."""
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Computing prompts with images that are not computed yet."""
+        return list(self._waiting.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is asked for, and nothing waits."""
+        return not (self._waiting or self._asked)
+
+    def images_of(self, parts: tuple[ImagePart, ...]) -> PromptImages | None:
+        """Return the images of a new sequence; None if it has none."""
+        return PromptImages(parts, self.is_whole) if parts else None
+
+    # -------------------------------------------------------------------------------------------- prompts come and go
+
+    def enter(self, sequence: Request) -> None:
+        """Take a prompt that begins to compute behind its `kv_len` cached tokens."""
+        images = sequence.images
+        assert images is not None and not images.placed
+        images.first = 0
+        images.pass_computed(sequence.kv_len)
+        if images.first < len(images.parts):
+            self._waiting[sequence.room] = sequence
+
+    def note_computed(self, sequence: Request) -> None:
+        """Give up the features whose rows are computed by the launched steps."""
+        assert sequence.images is not None
+        for image in sequence.images.pass_computed(sequence.kv_len):
+            self.store.unpin(image)
+        if sequence.images.first == len(sequence.images.parts):
+            self._waiting.pop(sequence.room, None)
+
+    def leave(self, sequence: Request) -> None:
+        """Give up all that a prompt has, which computes no more, or is to begin anew. Idempotent."""
+        if self._waiting.pop(sequence.room, None) is None:
+            return
+        self._unplace_all(sequence)
+        self._drop_unwanted()
+
+    def _unplace_all(self, sequence: Request) -> None:
+        assert sequence.images is not None
+        while sequence.images.placed:
+            self.store.unpin(sequence.images.unplace())
+
+    def forget(self) -> None:
+        """Drop all features: they are of other weights. Prompts have those that they need encoded again."""
+        for sequence in self._waiting.values():
+            self._unplace_all(sequence)
+        self.store.drop_all()
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def take(self) -> list[tuple[Request, ChituError]]:
+        """Take what the source has prepared. Return the prompts that cannot get an image, and why."""
+        now_s, failed = self._clock.monotonic(), list[tuple["Request", ChituError]]()
+        for image in self._source.take():
+            self._news_s = now_s
+            asked = self._asked.get(image.key)
+            if asked is None:
+                self._source.drop(image.key)
+            elif image.error is not None:
+                failed += self._give_up(image.key, image.error)
+            else:
+                asked.patches = image.patches
+                self.num_advances += 1
+        late_s = now_s - self._silence_s
+        for key, asked in list(self._asked.items()) if self._news_s < late_s else ():
+            if not asked.patches and asked.since_s < late_s:
+                text = f"an image was not prepared: nothing came for {now_s - max(asked.since_s, self._news_s):.1f} s"
+                failed += self._give_up(key, TransferStalled(f"{text} (deadlines.transfer_s)"))
+        return failed
+
+    def _give_up(self, key: bytes, error: ChituError) -> list[tuple[Request, ChituError]]:
+        """Forget an image, and return the prompts that end with this error. Others ask for it once more."""
+        rooms = self._asked.pop(key).rooms
+        self._source.drop(key)
+        return [(each, error) for each in self._wanting(key) if each.room in rooms]
+
+    def _wanting(self, key: bytes) -> list[Request]:
+        """Return the prompts that wait for this image."""
+        return [
+            each
+            for each in self._waiting.values()
+            if each.images is not None and any(image.key == key for image in each.images.missing)
+        ]
+
+    def schedule(self, waiting: Sequence[Request], plan: StepPlan) -> None:
+        """Have images encoded and placed, and ask for those to come. `waiting`: the property, the most urgent first."""
+        self._place(waiting, plan)
+        self._ask(waiting)
+
+    def _place(self, waiting: Sequence[Request], plan: StepPlan) -> None:
+        most_rows, may_encode = self._most_rows, True
+        for number, sequence in enumerate(waiting, 1):
+            images = sequence.images
+            assert images is not None
+            while (part := images.next_missing) is not None:
+                image = self.store.find(part.key)
+                if image is None:
+                    asked = self._asked.get(part.key)
+                    if asked is None or not asked.patches or not may_encode:
+                        break
+                    if part.num_rows <= most_rows or not plan.encode:
+                        image = self._reserve(part, waiting[number:])
+                    if image is None:
+                        may_encode = False
+                        break
+                    most_rows -= part.num_rows
+                    plan.encode.append(EncodeImage(asked.patches, image.rows.astype("<i4").tobytes()))
+                    self._encoding.append(asked)
+                    asked.num_unread += 1
+                self.store.pin(image)
+                for place, rows in images.place(image):
+                    plan.place.append(PlaceImage(sequence.slot, place, rows))
+
+    def _reserve(self, part: ImagePart, less_urgent: Sequence[Request]) -> StoredImage | None:
+        """Take rows, if need be those that less urgent prompts have placed and wait with."""
+        image = self.store.reserve(part.key, part.num_rows)
+        for sequence in reversed(less_urgent):
+            assert sequence.images is not None
+            while image is None and sequence.images.placed:
+                self.store.unpin(sequence.images.unplace())
+                image = self.store.reserve(part.key, part.num_rows)
+        return image
+
+    def _ask(self, waiting: Sequence[Request]) -> None:
+        """Ask for images in their order, as many as the region has rows for, and for the first in any case: what is
+        prepared takes memory, too."""
+        num_rows, is_first = sum([asked.num_rows for asked in self._asked.values()]), True
+        for sequence in waiting:
+            assert sequence.images is not None
+            for part in sequence.images.missing:
+                if part.key not in self._asked and part.key not in self.store:
+                    if num_rows + part.num_rows > self.store.num_rows and not is_first:
+                        return
+                    num_rows += part.num_rows
+                    self._ask_for(part, sequence.head.router)
+                is_first = False
+
+    def _ask_for(self, part: ImagePart, router: int) -> None:
+        rooms = frozenset(each.room for each in self._wanting(part.key) if each.head.router == router)
+        self._asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
+        self._source.ask(part.key, router)
+
+    def after_launch(self, when_read: Callable[[Callable[[], None]], None]) -> None:
+        """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches that it
+        encodes are of no use any more."""
+        encoding, self._encoding = self._encoding, []
+        self.num_encoded += len(encoding)
+        self.num_advances += len(encoding)
+        when_read(lambda: self._drop_encoded(encoding))
+
+    def _drop_encoded(self, encoded: Sequence[AskedImage]) -> None:
+        for asked in encoded:
+            asked.num_unread -= 1
+        self._drop_unwanted()
+
+    def _drop_unwanted(self) -> None:
+        """Drop what was asked for and no prompt waits for, unless an unread step encodes it."""
+        wanted = {image.key for each in self._waiting.values() if each.images for image in each.images.missing}
+        for key, asked in list(self._asked.items()):
+            if key not in wanted and not asked.num_unread:
+                del self._asked[key]
+                self._source.drop(key)
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether the newest plan, which is not launched, encodes images."""
+        return bool(self._encoding)
+
+    def fail_encoding(self, encode: EncodeImage) -> list[Request]:
+        """Forget an image whose encoding raised. Return the prompts that have it placed."""
+        lost = [
+            each
+            for each in self._waiting.values()
+            if each.images is not None and any(_has_rows(image, encode.rows) for image in each.images.placed)
+        ]
+        for sequence in lost:
+            assert sequence.images is not None
+            for image in sequence.images.placed:
+                if _has_rows(image, encode.rows):
+                    self.store.discard(image)
+        return lost
+
+
+def _has_rows(image: StoredImage, rows: bytes) -> bool:
+    return image.rows.astype("<i4").tobytes() == rows
