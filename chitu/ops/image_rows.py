@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from chitu.errors import Internal
-from chitu.ops.interface import ImageRows, Span, WholeImages
+from chitu.ops.interface import ImageRows, Span
 from chitu.ops.mrope import GridSpan, rope_offset, rope_positions
 
 
@@ -168,24 +168,21 @@ class ImageTable:
             return None
         both_2M = self._upload(torch.from_numpy(np.concatenate(places, axis=1)))
         features, *deeper = self.region[both_2M[1]].split(self.shape.hidden_size, dim=1)
-        num_rows = sum(span.length for span in spans) + len(slots)
-        wholes = self._wholes(spans, runs, num_rows) if self.shape.whole_images else None
-        return ImageRows(both_2M[0], features, tuple(deeper), wholes)
+        ends_T = self._ends(spans, positions, runs) if self.shape.whole_images else None
+        return ImageRows(both_2M[0], features, tuple(deeper), ends_T)
 
     def _has_any(self, spans: Sequence[Span], slots: Sequence[int]) -> bool:
         return not self._slots.keys().isdisjoint([*(span.slot for span in spans), *slots])
 
-    def _wholes(
-        self, spans: Sequence[Span], runs: Sequence[tuple[Span, PlacedSpan, int, int]], num_rows: int
-    ) -> WholeImages:
-        """Return what the rows of images see. `runs`: chunk, image, and the positions that both have."""
-        seen_T2 = np.zeros((num_rows, 2), dtype=np.int64)
-        starts = {span.row: span.start for span in spans}
+    def _ends(
+        self, spans: Sequence[Span], positions: Sequence[int], runs: Sequence[tuple[Span, PlacedSpan, int, int]]
+    ) -> torch.Tensor:
+        """Return the last position that each row sees. `runs`: chunk, image, and the positions that both have."""
+        chunks = [np.arange(span.start, span.start + span.length) for span in spans]
+        ends_T = np.concatenate([*chunks, np.array(positions, dtype=np.int64)])
         for span, image, first, last in runs:
-            end = image.start + image.length
-            if last < end:
+            if last < image.start + image.length:
                 raise Internal(f"slot {span.slot}: a chunk ends at {last}, inside the image at {image.start}")
             row = span.row - span.start
-            seen_T2[first + row : last + row] = image.start, end
-            starts[span.row] = min(starts[span.row], image.start)
-        return WholeImages(self._upload(torch.from_numpy(seen_T2)), tuple(starts[span.row] for span in spans))
+            ends_T[first + row : last + row] = last - 1
+        return self._upload(torch.from_numpy(ends_T))

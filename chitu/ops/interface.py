@@ -50,17 +50,6 @@ class AdapterRows(NamedTuple):
     """A slice if the rows are consecutive, else int64 on the device."""
 
 
-class WholeImages(NamedTuple):
-    """What rows of images see beside what causal attention lets them see, in models where they see all of their image
-    (Gemma 3)."""
-
-    seen_T2: torch.Tensor
-    """By row of the forward: first position of its image and the one behind the last, int64 on the device. 0 and 0 for
-    a row of no image."""
-    starts: tuple[int, ...]
-    """By span: the smallest position that this lets one of its rows see, or its start."""
-
-
 class ImageRows(NamedTuple):
     """The rows of a forward that take an encoder's numbers in the place of their token's embedding."""
 
@@ -69,7 +58,9 @@ class ImageRows(NamedTuple):
     features_MD: torch.Tensor
     deeper: tuple[torch.Tensor, ...] = ()
     """Numbers `[M, D]` that are added behind layer 0, 1, ..."""
-    wholes: WholeImages | None = None
+    ends_T: torch.Tensor | None = None
+    """Last position that each row of the forward sees, int64 `[T]` on the device, in models whose rows of images see
+    all of their image (Gemma 3); None: its own. Windows cut off what is before them, as ever."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,20 +37,18 @@ def attend_rows(
     positions_BL: torch.Tensor,
     columns_BM: torch.Tensor,
     kind: AttentionKind,
-    also_BL2: torch.Tensor | None = None,
+    ends_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `[B, L, H, O]` of rows at these positions over keys at these. `also_BL2`: first position, and the one
-    behind the last, of what each row sees besides."""
+    """Return `[B, L, H, O]` of rows at these positions over keys at these. `ends_BL`: last positions that rows see, if
+    these are not their own."""
     q_BHLN, rows_BL1, columns_B1M = q_BLHN.transpose(1, 2), positions_BL.unsqueeze(2), columns_BM.unsqueeze(1)
     if k_BKMN.shape[-1] != q_BHLN.shape[-1]:
         k_BKMN = k_BKMN[..., : q_BHLN.shape[-1]]
-    seen_BLM = columns_B1M <= rows_BL1
+    seen_BLM = columns_B1M <= (rows_BL1 if ends_BL is None else ends_BL.unsqueeze(2))
     if kind.window is not None:
         seen_BLM = seen_BLM & (columns_B1M > rows_BL1 - kind.window)
     if kind.chunk is not None:
         seen_BLM = seen_BLM & (columns_B1M // kind.chunk == rows_BL1 // kind.chunk)
-    if also_BL2 is not None:
-        seen_BLM = seen_BLM | ((columns_B1M >= also_BL2[..., :1]) & (columns_B1M < also_BL2[..., 1:]))
     seen_B1LM, is_grouped = seen_BLM.unsqueeze(1), q_BHLN.shape[1] != k_BKMN.shape[1]
     if kind.softcap is None and kind.sinks_H is None:
         out_BHLO = F.scaled_dot_product_attention(
@@ -75,12 +73,10 @@ def attend(
 ) -> torch.Tensor:
     """Return the attention `[T, H, O]` of all rows over the pages of their slots. `width`: O."""
     out_THO = q_THN.new_empty(*q_THN.shape[:2], width)
-    size, wholes = k_PKSN.shape[2], batch.images.wholes if batch.images is not None else None
-    for index, span in enumerate(batch.spans):
+    size, ends_T = k_PKSN.shape[2], batch.images.ends_T if batch.images is not None else None
+    for span in batch.spans:
         rows, end = slice(span.row, span.row + span.length), span.start + span.length
         first = _first_seen(span.start, kind) // size
-        if wholes is not None:
-            first = min(first, wholes.starts[index] // size)
         pages_P = batch.page_table[span.slot, first : -(-end // size)]
         k_KMN, v_KMO = (
             take_pages(x, pages_P, q_THN.dtype).transpose(0, 1).flatten(1, 2)[:, : end - first * size]
@@ -94,7 +90,7 @@ def attend(
             batch.positions_T[rows].unsqueeze(0),
             columns_M.unsqueeze(0),
             kind,
-            None if wholes is None else wholes.seen_T2[rows].unsqueeze(0),
+            None if ends_T is None else ends_T[rows].unsqueeze(0),
         )[0]
     if batch.decode_slots:
         rows = slice(batch.decode_row, None)

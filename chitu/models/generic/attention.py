@@ -119,7 +119,7 @@ class PagedAttention:
         )
         q_THN, k_TKN, v_TKO = (x[0].transpose(0, 1) for x in (query, key, value))
         keys_RKWN = step.cache.states.get((layer, KEYS))
-        sees_whole = step.batch.images is not None and step.batch.images.wholes is not None
+        sees_whole = step.batch.images is not None and step.batch.images.ends_T is not None
         if keys_RKWN is not None:
             if sees_whole:
                 raise UnsupportedModel("cache.window_state: rows of images attend to later ones: set it to false")

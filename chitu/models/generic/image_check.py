@@ -92,7 +92,7 @@ def check_images(model: CheckedWithImages, vision: Vision, spec: ModelSpec, devi
     )
 
 
-class Reading(NamedTuple):
+class ImageReading(NamedTuple):
     """What was found with rows of images that see all of their image, or that do not."""
 
     is_whole: bool
@@ -109,12 +109,12 @@ def _found(model: CheckedWithImages, vision: Vision, spec: ModelSpec, device: to
     vision.is_whole = False
     features = _features(vision.shape, model.dtype, device)
     prompts = _prompts(model, vision, spec, features, device)
-    readings = [Reading(False, _errors_of(model, vision.shape, spec, prompts, features, device))]
+    readings = [ImageReading(False, _errors_of(model, vision.shape, spec, prompts, features, device))]
     is_right = not list(beyond(readings[0].errors, is_exact))
     if not is_right or not is_exact:  # with fewer bits both may be within the bound
         vision.is_whole = True
         try:
-            readings.append(Reading(True, _errors_of(model, vision.shape, spec, prompts, features, device)))
+            readings.append(ImageReading(True, _errors_of(model, vision.shape, spec, prompts, features, device)))
         except UnsupportedModel:
             if not is_right:
                 raise
