@@ -26,7 +26,7 @@ from chitu.protocol.receipt import ReceiptImage, ReceiptSampling
 
 LEAST_FILE_CHARS = 4096
 """Shorter texts stay in the body."""
-_BASE64 = re.compile(rf'(?<=[",])[A-Za-z0-9+/]{{{LEAST_FILE_CHARS},}}+={{0,2}}+(?=")')
+_BASE64 = re.compile(rf'[",]([A-Za-z0-9+/]{{{LEAST_FILE_CHARS},}}+={{0,2}}+)"')
 """A whole JSON string, or what follows the comma of a data URL. Possessive: its time is linear in the body."""
 
 
@@ -104,15 +104,15 @@ def without_files(record: KeptRequest) -> tuple[KeptRequest, dict[str, bytes]]:
     pieces: list[str] = []
     start = num_chars = 0
     for match in _BASE64.finditer(record.body):
-        data = _decoded(match[0])
+        data = _decoded(match[1])
         if data is None:
             continue
         digest = hashlib.sha256(data).hexdigest()
         found[digest] = data
-        pieces.append(record.body[start : match.start()])
+        pieces.append(record.body[start : match.start(1)])
         num_chars += len(pieces[-1])
         places.append(BodyFile(num_chars, digest, len(data)))
-        start = match.end()
+        start = match.end(1)
     if not places:
         return record, found
     body = "".join([*pieces, record.body[start:]])
