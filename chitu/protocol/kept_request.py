@@ -32,10 +32,12 @@ _BASE64 = re.compile(rf'[",]([A-Za-z0-9+/]{{{LEAST_FILE_CHARS},}}+={{0,2}}+)"')
 
 class BodyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: int
-    """Number of characters of the body, without its files, before it."""
+    """Number of characters of the body, without its files, before it. Means nothing with `url`."""
     sha256: str
     """Hex, of its bytes."""
     num_bytes: int
+    url: str = ""
+    """Key in `fetched`; empty: it is of the body."""
 
 
 class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,8 +52,10 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name of its endpoint (`http/answer/dialect.py`)."""
     body: str
     """Request body as the client sent it, without `files`."""
+    fetched: dict[str, bytes] = {}
+    """Files that the body names, by URL, as the first router got them."""
     files: list[BodyFile] = []
-    """What is not in the body, in order."""
+    """What is in files beside it: of the body, in order, and what was fetched."""
     created_s: int
     """Creation of the answer; Unix time, as the next."""
     expires_s: float
@@ -98,45 +102,56 @@ def unpack(data: bytes) -> KeptRequest:
 
 
 def without_files(record: KeptRequest) -> tuple[KeptRequest, dict[str, bytes]]:
-    """Return the record without the long base64 texts of its body, and the bytes of each by its SHA-256 (hex)."""
+    """Return the record without the long base64 texts of its body and without what was fetched, and the bytes of each
+    by its SHA-256 (hex)."""
     found: dict[str, bytes] = {}
     places: list[BodyFile] = []
+
+    def move(at: int, data: bytes, url: str = "") -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        found[digest] = data
+        places.append(BodyFile(at, digest, len(data), url))
+
+    for url, data in record.fetched.items():
+        move(0, data, url)
     pieces: list[str] = []
     start = num_chars = 0
     for match in _BASE64.finditer(record.body):
-        data = _decoded(match[1])
-        if data is None:
-            continue
-        digest = hashlib.sha256(data).hexdigest()
-        found[digest] = data
-        pieces.append(record.body[start : match.start(1)])
-        num_chars += len(pieces[-1])
-        places.append(BodyFile(num_chars, digest, len(data)))
-        start = match.end(1)
+        text = _decoded(match[1])
+        if text is not None:
+            pieces.append(record.body[start : match.start(1)])
+            num_chars += len(pieces[-1])
+            move(num_chars, text)
+            start = match.end(1)
     if not places:
         return record, found
     body = "".join([*pieces, record.body[start:]])
-    return msgspec.structs.replace(record, body=body, files=places), found
+    return msgspec.structs.replace(record, body=body, fetched={}, files=places), found
 
 
 def with_files(record: KeptRequest, found: Mapping[str, bytes]) -> KeptRequest:
-    """Return the record with its whole body. `found`: as `without_files` returned it. Raises DamagedFile if a file is
+    """Return the record with all that it had. `found`: as `without_files` returned it. Raises DamagedFile if a file is
     another one."""
     if not record.files:
         return record
     pieces: list[str] = []
+    fetched = dict(record.fetched)
     start = 0
     for each in record.files:
         data = found[each.sha256]
         if hashlib.sha256(data).hexdigest() != each.sha256:
             raise DamagedFile(f"its file {each.sha256} was modified or truncated")
+        if each.url:
+            fetched[each.url] = data
+            continue
         pieces += [record.body[start : each.at], b64encode(data).decode()]
         start = each.at
-    return msgspec.structs.replace(record, body="".join([*pieces, record.body[start:]]), files=[])
+    body = "".join([*pieces, record.body[start:]])
+    return msgspec.structs.replace(record, body=body, fetched=fetched, files=[])
 
 
 def _decoded(text: str) -> bytes | None:
-    """Return the bytes of a base64 text; None if they do not have exactly this text."""
+    """Return the bytes of a base64 text; None if they would be written otherwise."""
     try:
         data = b64decode(text, validate=True)
     except binascii.Error:

@@ -281,10 +281,12 @@ def test_only_what_can_be_written_as_it_was_leaves_the_body() -> None:
         "A+/" * 2000,
     ]
     for text in texts:
-        whole = record(body=json.dumps({"prompt": text, "other": [text, f"data:x;base64,{text}"]}))
+        fetched = {"https://a/b.png": picture(1, 5)} if len(text) % 2 else {}
+        whole = record(fetched=fetched, body=json.dumps({"prompt": text, "other": [text, f"data:x;base64,{text}"]}))
         bare, files = without_files(whole)
         assert with_files(bare, files) == whole
-        assert len(bare.files) == 3 * (text in ("A" * 4096 + "BA==", "A+/" * 2000)), text[-10:]
+        assert not bare.fetched and [each.url for each in bare.files if each.url] == [*fetched]
+        assert len(bare.files) - len(fetched) == 3 * (text in ("A" * 4096 + "BA==", "A+/" * 2000)), text[-10:]
 
 
 def test_events_are_numbered_and_left_out_alike_however_they_come() -> None:
