@@ -250,6 +250,8 @@ def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:
         aux_free=6,
         states_total=5,
         states_free=2,
+        image_rows=9,
+        image_rows_used=4,
     )
     names = {"P0": Role.PREFILL, "D0": Role.DECODE, "U0": Role.UNIFIED}
     report = report_of(RouterMetrics(), *(instance(name, role, load) for name, role in names.items()))
@@ -265,6 +267,7 @@ def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:
     assert parts("chitu_instance_pages", "D0", "state") == {"free": 4, "used": 3, "quarantined": 2, "cached": 1}
     assert parts("chitu_instance_aux_slots", "P0", "state") == {"free": 6, "used": 2}
     assert parts("chitu_instance_state_slots", "D0", "state") == {"free": 2, "used": 3}
+    assert parts("chitu_instance_image_rows", "P0", "state") == {"free": 5, "used": 4}
 
 
 def test_a_p_tells_how_many_d_it_does_not_write_to() -> None:

@@ -178,6 +178,8 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
         by_key(total.in_flight, ("prefill", "decode")),
         ("state",),
     )
+    yield from gauge("chitu_image_files", "Files of images of running requests", one(total.image_files))
+    yield from gauge("chitu_image_file_bytes", "Size of these files", one(total.image_bytes))
     yield from counter(
         "chitu_requests_finished",
         "Requests that ended well; a stop string counts as stop",
@@ -291,6 +293,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_pages", "KV pages; the states add up to all of them", "state", _pages),
         ("chitu_instance_aux_slots", "Slots for logits rows", "state", _aux_slots),
         ("chitu_instance_state_slots", "Rows of recurrent state, if the model has any", "state", _state_slots),
+        ("chitu_instance_image_rows", "Rows for features of images, if the model has vision", "state", _image_rows),
     ):
         samples = (
             ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
@@ -339,6 +342,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_host_evicted_pages", "Pages that host memory gave up for others", "host_evictions"),
         ("chitu_instance_bad_pages", "Pages from disk or store with a wrong key or checksum", "bad_pages"),
         ("chitu_instance_unsound_requests", "Requests whose logits were not finite (NaN or infinite)", "unsound"),
+        ("chitu_instance_encoded_images", "Images whose features were computed", "images"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of an unknown sender", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited because no step had room", "backlog_s"),
@@ -397,6 +401,10 @@ def _pages(role: str, load: LoadReport) -> dict[str, int]:
 
 def _state_slots(role: str, load: LoadReport) -> dict[str, int]:
     return {"free": load.states_free, "used": load.states_total - load.states_free}
+
+
+def _image_rows(role: str, load: LoadReport) -> dict[str, int]:
+    return {"free": load.image_rows - load.image_rows_used, "used": load.image_rows_used}
 
 
 def _aux_slots(role: str, load: LoadReport) -> dict[str, int]:
