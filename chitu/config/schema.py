@@ -425,9 +425,9 @@ class RouterConfig(Section, frozen=True):
     max_tokens_in_flight: Positive = 32 << 20
     """Maximum prompt tokens of these requests, so that long prompts cannot take all memory: a token takes four bytes
     here, and four in each message to P and D. More get 429; a single body with more gets 400."""
-    max_body_bytes: Positive = 2 << 20
-    """Maximum body of one request; larger ones get 413. A prompt of 262,144 tokens fits. Longer contexts or larger
-    batches need more."""
+    max_body_bytes: Positive | None = None
+    """Maximum body of one request; larger ones get 413. Unset: 2 MiB, in which a prompt of 262,144 tokens fits, and
+    32 MiB for a model that sees images. Longer contexts or larger batches need more."""
     max_total_body_bytes: Positive = 256 << 20
     """Maximum total of all bodies that are being received or read in the whole router, beyond the first 64 KiB of each;
     more get 503."""

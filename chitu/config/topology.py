@@ -25,8 +25,17 @@ SECTIONS = {
     Role.UNIFIED: "unified_schedulers",
 }
 API_PORT = "dp_config.router.port"
+BODY_BYTES, BODY_BYTES_WITH_IMAGES = 2 << 20, 32 << 20
+"""`router.max_body_bytes`, if it is unset, without and with a model that sees images."""
 PORT_STEP = 2
 """Distance of the ports of two routers on one host."""
+
+
+def max_body_bytes(router: RouterConfig, has_vision: bool) -> int:
+    """Return the maximum body of one request."""
+    if router.max_body_bytes is not None:
+        return router.max_body_bytes
+    return min(BODY_BYTES_WITH_IMAGES, router.max_total_body_bytes) if has_vision else BODY_BYTES
 
 
 @dataclass(frozen=True, slots=True)

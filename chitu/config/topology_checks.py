@@ -30,6 +30,7 @@ from chitu.config.topology import (
     is_address,
     is_loopback,
     listening_host,
+    max_body_bytes,
     same_host,
 )
 from chitu.config.transport_env import transport_problems
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
 """Suffix of the placeholder host names in the multi-node files (RFC 2606 keeps them unresolvable)."""
+IMAGE_HOST = re.compile(r"(\*\.)?[a-z0-9_.-]+(:\d+)?|[0-9a-f:]*:[0-9a-f:.]*|\[[0-9a-f:.]+\](:\d+)?", re.IGNORECASE)
+"""A host from which images are fetched: a name or address, and maybe a port."""
 MAX_NAME_CHARS = 100
 """Most characters of an adapter's name."""
 
@@ -305,11 +308,15 @@ def _size_problems(topology: Topology) -> Iterator[str]:
                     f"model.max_model_len ({topology.model.max_model_len}) tokens"
                 )
     router = topology.dp_config.router
-    if router.max_total_body_bytes < router.max_body_bytes:
+    body_bytes = max_body_bytes(router, has_vision=False)
+    if router.max_total_body_bytes < body_bytes:
         yield (
             f"dp_config.router.max_total_body_bytes is {router.max_total_body_bytes}, less than one body of "
-            f"dp_config.router.max_body_bytes ({router.max_body_bytes})"
+            f"dp_config.router.max_body_bytes ({body_bytes})"
         )
+    for entry in router.images.hosts:
+        if not IMAGE_HOST.fullmatch(entry):
+            yield f"dp_config.router.images.hosts has {entry!r}, which is no host: give names, maybe with a port"
     if router.breaker.open_s > router.breaker.max_open_s:
         yield (
             f"dp_config.router.breaker.open_s is {router.breaker.open_s:g}, more than "

@@ -46,6 +46,13 @@ def read_image(data: bytes, limits: ImagesConfig) -> tuple[int, int]:
     return (height, width) if _orientation(image) in TURNED else (width, height)
 
 
+def stored_size(data: bytes, limits: ImagesConfig) -> tuple[int, int]:
+    """Return width and height (pixels) by the header alone, not turned. Raises what `read_image` raises of a file that
+    exceeds a limit or is none of `FORMATS`."""
+    size: tuple[int, int] = _opened(data, limits, is_decoded=False).size
+    return size
+
+
 def decode_image(data: bytes, limits: ImagesConfig) -> Image.Image:
     """Return the pixels of the same image, as RGB. Raises what `read_image` raises."""
     from PIL import ImageOps
@@ -56,8 +63,8 @@ def decode_image(data: bytes, limits: ImagesConfig) -> Image.Image:
     return image.convert("RGB")
 
 
-def _opened(data: bytes, limits: ImagesConfig) -> Image.Image:
-    """Return the decoded image."""
+def _opened(data: bytes, limits: ImagesConfig, is_decoded: bool = True) -> Image.Image:
+    """Return the image, decoded or only its header."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
@@ -73,7 +80,8 @@ def _opened(data: bytes, limits: ImagesConfig) -> Image.Image:
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             _check_size(image.size, limits)
-            image.load()
+            if is_decoded:
+                image.load()
     except InvalidRequest:
         raise
     except Image.DecompressionBombError:

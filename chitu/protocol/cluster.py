@@ -635,7 +635,6 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
 
 
 ViewMessage = Union[ClusterView, ViewChange]
-MemberMessage = Union[Join, Leave, Drain]
 CoordinationMessage = Union[Join, Leave, Drain, FetchImage]
 CoordinationReply = Union[JoinReply, Drain, ImageFile]
 

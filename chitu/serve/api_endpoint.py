@@ -17,7 +17,7 @@ import chitu
 from chitu.clock import RealClock
 from chitu.cluster.cluster import Cluster
 from chitu.config.schema import Topology
-from chitu.config.topology import router_at
+from chitu.config.topology import max_body_bytes, router_at
 from chitu.errors import NoInstance
 from chitu.http.answer.generate import GenerationRoutes
 from chitu.http.answer.kept_folder import KeptFolder
@@ -40,6 +40,7 @@ from chitu.http.table import BODIES, ENDPOINTS, HOT_ROUTES, READERS
 from chitu.http.wire.access import Access
 from chitu.http.wire.app import RouterApp
 from chitu.net.curve import ClusterSecrets
+from chitu.net.image_fetch import ImageFetcher
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.body_pool import BodyProcesses
 
@@ -100,9 +101,10 @@ class ApiEndpoint:
         self._router = router
         self._clock = clock = RealClock()
         takes_unknown = config.unknown_fields == "warn"
-        self._body_processes = BodyProcesses(topology.model, takes_unknown)
+        self._body_processes = BodyProcesses(topology.model, takes_unknown, config.images)
         access = Access(config, secrets, clock)
-        bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client, READERS)
+        fetcher = ImageFetcher(config.images, config.max_total_body_bytes)
+        bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client, READERS, fetcher)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         spans = self._spans.record if self._spans is not None else None
@@ -118,7 +120,7 @@ class ApiEndpoint:
         self._batches: Batches | None = None
         if (stored := config.batches).dir is not None:
             store = FileStore(stored, Path(stored.dir).expanduser().absolute(), access.num_tenants)
-            limit = config.max_body_bytes
+            limit = max_body_bytes(config, model.has_vision)
             self._batches = Batches(
                 store, self._routes.hot_routes(is_batch=True), access.credential_of, limit, self._can_serve
             )
@@ -135,7 +137,7 @@ class ApiEndpoint:
             *trace_routes(cluster, router.trace.files.folder, access, clock),
         ]
         cold = control_app(chitu.__version__, rows, BODIES)
-        hot, most = self._routes.hot_routes(), config.max_body_bytes
+        hot, most = self._routes.hot_routes(), max_body_bytes(config, model.has_vision)
         self.app = RouterApp(hot, cold, access, most, config.cors_origins, kept_route, PROOF_HEADERS)
         self._next_tick_s = clock.monotonic()
 

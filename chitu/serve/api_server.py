@@ -82,7 +82,7 @@ class RouterProcess:
         self._traces = traces = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         trace = RouterTrace(topology.trace, traces, router_name(index), clock)
         self._router = router = PDRequestRouter(Outbox(context), clock, config, trace, index)
-        self._membership = membership = Membership(config, context, router, traces, index, router.image_files.find)
+        self._membership = membership = Membership(config, context, router, traces, index)
         self._bootstrap = HTTPServer(
             BootstrapServer(lambda: membership.coordination.view, secrets).app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
@@ -156,7 +156,9 @@ def _listen_to_clients(
 
 
 async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) -> None:
-    router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log, index)
+    router = RouterProcess(
+        topology, ServedModel.load(topology.model, int(time.time()), topology.dp_config.router.images), flush_log, index
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.ending.ask)

@@ -1,9 +1,10 @@
 """The processes for work that would delay the tokens of other requests: large bodies and grammars.
 
-`BodyProcesses`, owned by `ApiEndpoint` on the loop thread, has three kinds of tasks, which do not wait for each other.
-One task of each kind runs at a time, so there are three processes at most, and none before the first task. Clients take
-turns, so one waits for at most one task of each other. If a process dies in a task, the task is retried once. It fails
-if the second process dies too, or if a process uses up its CPU time. The next task gets a new process.
+`BodyProcesses`, owned by `ApiEndpoint` on the loop thread, has four kinds of tasks, which do not wait for each other.
+One task of each kind runs at a time, so there are four processes at most, and none before the first task. One of them
+is for bodies with images alone: it decodes files of strangers, and has a child that knows the model's image processor.
+Clients take turns, so one waits for at most one task of each other. If a process dies in a task, the task is retried
+once. It fails if the second process dies too, or if a process uses up its CPU time. The next task gets a new process.
 
 The process (`python -m chitu.serve.body_pool SOCKET PARENT_PID`) inherits one end of a socket pair, over which it sends
 one answer per task, in order. It has a tokenizer and no access to the cluster, opens no port, and imports no torch. It
@@ -31,11 +32,14 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from chitu.config.load import child_environment
-from chitu.config.schema import ModelConfig
+from chitu.config.schema import ImagesConfig, ModelConfig
 from chitu.errors import Capacity, ChituError, Internal, PoisonRequest
-from chitu.http.ask.reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
+from chitu.http.ask.image_files import ImageReader
+from chitu.http.ask.reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, ReadBody, too_costly
 from chitu.http.ask.served_model import ServedModel
 from chitu.http.table import READERS
+from chitu.images.layout import ImageSizer
+from chitu.images.sizer import SizerProcess
 from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
 from chitu.process.child import describe_exit
@@ -119,11 +123,23 @@ def main(argv: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(argv[0]))
     try:
         model: ModelConfig
-        model, takes_unknown = pickle.loads(receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size))))
-        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown, READERS))
+        images: ImagesConfig
+        model, takes_unknown, images = pickle.loads(
+            receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size)))
+        )
+        served = ServedModel.load(model, 0, images)
+        served.set_reader(ImageReader(images, lambda: _sizer_of(model, images)))
+        serve(connection, BodyWork(served, takes_unknown, READERS))
     except (EOFError, ConnectionError):
         pass
     return 0
+
+
+def _sizer_of(model: ModelConfig, images: ImagesConfig) -> ImageSizer:
+    sizer = SizerProcess.of(model.path, images)
+    if isinstance(sizer, str):
+        raise Internal(f"the model's images: {sizer}")
+    return sizer
 
 
 class ProcessEnded(Exception):
@@ -226,32 +242,42 @@ def _cannot_start(error: OSError) -> Internal:
 class BodyProcesses:
     """The `BodyExecutor` of this router."""
 
-    def __init__(self, model: ModelConfig, takes_unknown: bool) -> None:
-        self._setup = pickle.dumps((model, takes_unknown))
-        self._idle: list[BodyProcess] = []
+    def __init__(self, model: ModelConfig, takes_unknown: bool, images: ImagesConfig | None = None) -> None:
+        """`images`: limits on images; None: the usual ones."""
+        self._setup = pickle.dumps((model, takes_unknown, images or ImagesConfig()))
+        self._idle: dict[bool, list[BodyProcess]] = {False: [], True: []}
+        """Those without and with images."""
         self._busy: set[BodyProcess] = set()
-        self._turns: dict[str, Turns[bytes]] = {kind: Turns(MAX_TASKS) for kind in ("grammar", "huge", "large")}
+        self._turns: dict[str, Turns[bytes]] = {
+            kind: Turns(MAX_TASKS) for kind in ("grammar", "images", "huge", "large")
+        }
 
     @property
     def pids(self) -> list[int]:
         """Pids of the live processes."""
-        return [process._popen.pid for process in (*self._idle, *self._busy) if process.exit_code is None]
+        return [process._popen.pid for process in self._all() if process.exit_code is None]
+
+    def _all(self) -> list[BodyProcess]:
+        return [*self._idle[False], *self._idle[True], *self._busy]
 
     async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
         """Return or raise what `BodyWork` does for the task. Capacity if too many tasks of the client wait already."""
         is_grammar = isinstance(task, JudgeGrammar)
         kind = "grammar" if is_grammar else "huge" if len(raw) > HUGE_BODY_BYTES else "large"
+        if isinstance(task, ReadBody) and task.reads_images:
+            kind = "images"
         try:
             async with self._turns[kind].turn(client):
-                return await self._do(task, raw)
+                return await self._do(task, raw, self._idle[kind == "images"])
         except NoPlace:
-            what = "grammars wait to be compiled" if is_grammar else "large bodies wait to be read"
+            bodies = "bodies with images" if kind == "images" else "large bodies"
+            what = "grammars wait to be compiled" if is_grammar else f"{bodies} wait to be read"
             raise Capacity(f"too many of your {what} already") from None
 
-    async def _do(self, task: BodyTask, raw: bytes | bytearray) -> object:
+    async def _do(self, task: BodyTask, raw: bytes | bytearray, idle: list[BodyProcess]) -> object:
         code = 0
         for _ in range(TRIES):
-            process = self._idle.pop() if self._idle else await BodyProcess.start(self._setup)
+            process = idle.pop() if idle else await BodyProcess.start(self._setup)
             self._busy.add(process)
             try:
                 found = await process.ask(task, raw)
@@ -266,11 +292,11 @@ class BodyProcesses:
             finally:
                 self._busy.discard(process)
                 if process.exit_code is None:
-                    self._idle.append(process)
+                    idle.append(process)
         raise PoisonRequest(f"the process that worked on this request ended {TRIES} times ({describe_exit(code)})")
 
     def close(self) -> None:
-        for process in (*self._idle, *self._busy):
+        for process in self._all():
             process.kill()
 
 

@@ -144,12 +144,12 @@ def test_why_an_answer_ends_is_told(router: RouterUnderTest) -> None:
 def test_errors_are_anthropics(router: RouterUnderTest, model: Path, tmp_path: Path) -> None:
     message = {"role": "user", "content": "a"}
     body = {"model": "tiny", "max_tokens": 9, "messages": [message]}
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    state = {"type": "browser_state", "tabs": [], "state_changes": []}
     for sent, headers, status, kind, text in (
         (body, {"x-api-key": "wrong"}, 401, "authentication_error", "API key"),
         (body, {"x-api-key": ""}, 401, "authentication_error", "API key"),
         ({**body, "model": "gone"}, {}, 404, "not_found_error", "'gone'"),
-        ({**body, "messages": [{"role": "user", "content": [image]}]}, {}, 400, "invalid_request_error", "images"),
+        ({**body, "messages": [{"role": "user", "content": [state]}]}, {}, 400, "invalid_request_error", "images"),
         ({**body, "max_tokens": "9"}, {}, 400, "invalid_request_error", "max_tokens"),
         ({**body, "tool_choice": {"type": "any"}}, {}, 400, "invalid_request_error", "tool_choice"),
         (

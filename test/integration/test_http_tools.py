@@ -250,12 +250,12 @@ def test_a_response_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
 
 
 def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.OpenAI) -> None:
-    image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b"}]}
+    sound = {"role": "user", "content": [{"type": "input_audio", "audio_url": "http://a/b"}]}
     for more, param in (
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"input": []}, "input"),
-        ({"input": [image]}, "input[0].content[0]"),
+        ({"input": [sound]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
         ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),

@@ -216,7 +216,7 @@ def test_a_body_of_many_unknown_fields_is_taken_and_only_the_first_are_named(mod
             {
                 "messages": [
                     {**USER, "new": 1},
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+                    {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "data:"}}]},
                 ]
             },
             "messages[1].content[0]",

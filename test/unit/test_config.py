@@ -452,6 +452,8 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
         ("dp_config.router.cors_origins=['*',a.example]", "cors_origins has 'a.example', which no"),
         ("dp_config.router.cors_origins=[https://A.example]", "cors_origins has 'https://A.example', which no"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
+        ("dp_config.router.images.hosts=[https://a.example]", "images.hosts has 'https://a.example', which is no host"),
+        ("dp_config.router.images.hosts=[a.example/b]", "images.hosts has 'a.example/b', which is no host"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
         ('cache.host_bytes=1 cache.disk.path=""', "cache.disk.path is empty: give a folder"),
         ('dp_config.router.kept_requests.dir=""', "kept_requests.dir is empty: give a folder"),

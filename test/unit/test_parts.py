@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ChatBody
 from chitu.http.ask.chat import chat_messages
-from chitu.http.ask.parts import LeftOut, question_start, read_file
+from chitu.http.ask.parts import LeftOut, Reading, question_start, read_file
 from chitu.http.table import BODIES
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -49,7 +49,7 @@ def shown(*messages: dict[str, Any]) -> tuple[list[str], list[str]]:
         ({"type": "hologram"}, "[hologram left out]"),
     ],
 )
-def test_a_part_that_is_no_text_is_a_placeholder_in_a_history_and_an_error_in_a_question(
+def test_a_part_that_is_no_text_is_a_placeholder_and_an_error_in_a_question_unless_it_is_an_image(
     part: dict[str, Any], placeholder: str
 ) -> None:
     says = f"this server serves text, so the prompt has a placeholder for {part['type']}"
@@ -62,6 +62,12 @@ def test_a_part_that_is_no_text_is_a_placeholder_in_a_history_and_an_error_in_a_
     contents, warnings = shown(NEXT, CALL, RESULT, user(part))
     assert contents[3] == placeholder and warnings == [f"messages[3].content[0]: {says}"]
     for before in ([], [NEXT, ANSWER], [NEXT, CALL, RESULT, ANSWER, NEXT]):
+        if "image" in part["type"]:  # the model cannot see it, whoever asks
+            contents, warnings = shown(*before, user(TEXT, part))
+            assert contents[-1] == f"Look:\n{placeholder}" and warnings == [
+                f"messages[{len(before)}].content[1]: {says}"
+            ]
+            continue
         with pytest.raises(InvalidRequest, match="only 'text' parts are supported") as raised:
             shown(*before, user(TEXT, part))
         assert raised.value.param == f"messages[{len(before)}].content[1]"
@@ -101,7 +107,7 @@ def test_a_file_has_its_text_in_every_spelling(text: str) -> None:
     ],
 )
 def test_a_file_whose_bytes_are_no_text_is_named(data: Any, media_type: str) -> None:
-    assert read_file(data, "a.bin", media_type) == (None, "a.bin", True)
+    assert read_file(data, "a.bin", media_type) == Reading(None, "a.bin")
 
 
 def test_a_question_is_what_stands_behind_the_last_answer_unless_it_answers_a_call() -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
+from chitu.config.topology import max_body_bytes
 from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.http.answer.choice import (
     Choice,
@@ -120,7 +121,7 @@ class GenerationRoutes:
         self._model = model
         self._router = router
         self._bodies = bodies
-        self._max_body_bytes = config.max_body_bytes
+        self._max_body_bytes = max_body_bytes(config, model.has_vision)
         self._clock = clock
         self._tenant_salt = tenant_salt
         self._require_priority = require_priority
@@ -295,6 +296,8 @@ class GenerationRoutes:
                     timeout_s=parsed.timeout_s,
                     options=parsed.asked,
                     prediction=parsed.prediction,
+                    images=prompt.images,
+                    files=parsed.files,
                     slo=parsed.slo,
                     tenant=running.tenant,
                 )

@@ -60,7 +60,10 @@ TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
 REPLACED = "replaced by a placeholder in earlier turns and beside results of tools, refused in a last turn that asks"
-"""What becomes of a part that is no text (`parts.py`)."""
+"""What becomes of a part that is neither text nor an image (`parts.py`)."""
+SEEN = "of the user and of results of tools, if the model has vision; else replaced by a placeholder"
+"""What becomes of an image."""
+IMAGE_URL = f"of an image: a data URL, or a URL of the router's `images.hosts` or `images.dir`; {SEEN}"
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`reader.py`)."""
 
@@ -434,12 +437,17 @@ class ReasoningText(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+class ImageAtURL(msgspec.Struct):
+    url: str
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[
         str,
         note(
-            "`text`, `refusal`, or `file` with text in it; in an answer that is sent back also `thinking`, which is "
-            f"its reasoning, and `redacted_thinking`, which is left out of the prompt; any other is {REPLACED}"
+            "`text`, `image_url`, `refusal`, or `file` with text in it; in an answer that is sent back also "
+            "`thinking`, which is its reasoning, and `redacted_thinking`, which is left out of the prompt; any other "
+            f"is {REPLACED}"
         ),
     ]
     text: str | None = None
@@ -451,7 +459,9 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     signature: Annotated[Unread, ignored("nothing is signed")] = msgspec.UNSET
     data: Annotated[Unread, ignored("nothing is signed")] = msgspec.UNSET
     closed: Annotated[Unread, ignored("Mistral's: reasoning that is sent back has ended")] = msgspec.UNSET
-    image_url: _Replaced = msgspec.UNSET
+    image_url: Annotated[Unread, note(f"{IMAGE_URL}. Text, or an object with `url`; `detail` has no effect")] = (
+        msgspec.UNSET
+    )
     video_url: _Replaced = msgspec.UNSET
     audio_url: _Replaced = msgspec.UNSET
     input_audio: _Replaced = msgspec.UNSET

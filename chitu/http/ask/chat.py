@@ -11,9 +11,23 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import EFFORTS, TOOL_CHOICES, ChatBody, ChatMessage, MessageToolCall, TextPart, Tool
+from chitu.http.ask.bodies import (
+    EFFORTS,
+    TOOL_CHOICES,
+    ChatBody,
+    ChatMessage,
+    ImageAtURL,
+    MessageToolCall,
+    TextPart,
+    Tool,
+    Unread,
+)
+from chitu.http.ask.images import SentImages
 from chitu.http.ask.parts import LeftOut, Reading, question_start, read_file, required_text, text_of
 
+SEEING = ("user", "tool")
+"""Roles of turns in which a model with vision sees images."""
+IMAGE_TYPES = ("image_url", "input_image", "image", "computer_screenshot")
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role -> the name that chat templates use."""
 _EMPTY = (b"null", b'""', b"[]", b"{}")
@@ -23,13 +37,16 @@ SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
 """Variables of chat templates that `chat_template_kwargs` may not set."""
 
 
-def chat_messages(given: list[ChatMessage] | None, warnings: list[str] | None = None) -> list[dict[str, Any]]:
+def chat_messages(
+    given: list[ChatMessage] | None, warnings: list[str] | None = None, images: SentImages | None = None
+) -> list[dict[str, Any]]:
     """Return messages as the chat template takes them. Content that is no text is replaced, and `warnings` gets a
-    sentence about it; if the last turn asks about it, raise InvalidRequest."""
+    sentence about it; if the last turn asks about it, raise InvalidRequest. `images` gets the images, which have marks
+    in the content; None if the model has no vision."""
     if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
-    left, question = LeftOut(), question_start([message.role for message in given])
+    left, question = LeftOut(images), question_start([message.role for message in given])
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
@@ -38,7 +55,7 @@ def chat_messages(given: list[ChatMessage] | None, warnings: list[str] | None = 
                 if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
                     raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
         is_asked = i >= question and message.role == "user"
-        content, thought = _content(message, f"{where}.content", None if is_asked else left)
+        content, thought = _content(message, f"{where}.content", left, is_asked)
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
@@ -57,18 +74,19 @@ def chat_messages(given: list[ChatMessage] | None, warnings: list[str] | None = 
     return messages
 
 
-def _content(message: ChatMessage, where: str, left: LeftOut | None) -> tuple[str, str]:
-    """Return a message's text, and the reasoning that is among its parts. `left`: as of `text_of`."""
+def _content(message: ChatMessage, where: str, left: LeftOut, is_asked: bool) -> tuple[str, str]:
+    """Return a message's text, and the reasoning that is among its parts. `is_asked`: as of `text_of`."""
     content = message.content
+    left = left if message.role in SEEING else left.without_images
     if content is None:
         if message.role not in ("assistant", "tool"):  # a tool may return nothing
             raise InvalidRequest(f"{where} is required", where)
         return "", ""  # templates add text to it
     if isinstance(content, str) or message.role != "assistant":
-        return text_of(content, _read_part, where, left), ""
+        return text_of(content, _read_part, where, left, is_asked), ""
     thoughts = [_thinking(part, f"{where}[{i}]") for i, part in enumerate(content) if part.type == "thinking"]
     told = {i: part for i, part in enumerate(content) if part.type not in ("thinking", "redacted_thinking")}
-    texts = [text_of([part], _read_part, where, left, first=i) for i, part in told.items()]
+    texts = [text_of([part], _read_part, where, left, is_asked, i) for i, part in told.items()]
     return "\n".join(texts), "\n".join(filter(None, thoughts))
 
 
@@ -79,7 +97,20 @@ def _read_part(part: TextPart, where: str) -> Reading:
         return Reading(part.refusal)
     if part.type == "file" and isinstance(part.file, dict):
         return read_file(part.file.get("file_data"), part.file.get("filename"))
+    if part.type in IMAGE_TYPES:
+        return Reading(None, image=image_url(part.image_url))
     return Reading(part.text)
+
+
+def image_url(given: Unread) -> str | None:
+    """Return the URL of an image; None if there is none."""
+    if given is msgspec.UNSET:
+        return None
+    try:
+        found = msgspec.json.decode(given, type=str | ImageAtURL | None)
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+    return found.url if isinstance(found, ImageAtURL) else found
 
 
 def _thinking(part: TextPart, where: str) -> str:

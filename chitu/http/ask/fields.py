@@ -14,7 +14,7 @@ import msgspec
 from chitu.http.ask.bodies import REFUSED, SERVED, Effect
 from chitu.http.ask.other_servers import NEUTRAL_OF_OTHER_NAMES, OTHER_NAMES, Row
 
-TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
+TEXT_ONLY = "this server serves text, and images if the model has vision"
 
 
 class Field(NamedTuple):

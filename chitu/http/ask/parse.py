@@ -25,6 +25,7 @@ from chitu.http.ask.chat import (
     thinking_variables,
 )
 from chitu.http.ask.grammar_fields import format_of
+from chitu.http.ask.images import SentImages
 from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prediction import prediction_of
 from chitu.http.ask.prompts import prompts_of
@@ -43,6 +44,9 @@ class RenderedChat(NamedTuple):
     tools: ChosenTools
     adapter: str
     """Name of the LoRA adapter; empty: the model alone."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Messages of the chat template; they have marks for images."""
+    images: SentImages | None = None
 
 
 class BodyParser:
@@ -64,8 +68,10 @@ class BodyParser:
     ) -> ParsedRequest:
         """Parse a chat that was made of another body, whose answer always has its usage. `caps`: see `chat`."""
         names = translation.names
+        self.read_images(translation.images, context)
         try:
-            parsed = self.chat(translation.chat, context, warnings, caps, translation.enforced, names.of)
+            chat = self.rendered(translation.chat, warnings, translation.images)
+            parsed = self._chat(translation.chat, chat, context, warnings, caps, translation.enforced, names.of)
         except InvalidRequest as error:
             raise names.renamed(error) from None
         if parsed.grammar_param is not None:
@@ -80,7 +86,27 @@ class BodyParser:
         parsed.options.include_usage = True
         return parsed
 
-    def rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
+    def images(self, context: ParseContext) -> SentImages | None:
+        """Return what gets the images of a chat; None if the model sees none."""
+        vision = self.model.vision
+        return None if vision is None else SentImages(vision, context.fetched, context.reads_images)
+
+    def read_images(self, images: SentImages | None, context: ParseContext) -> None:
+        """Read the files of images, whose errors have the names of the body that they are in. ImagesWanted if that is
+        not for this process."""
+        if images:
+            context.require_client()
+            images.read(context.facts.limits)
+
+    def rendered(
+        self,
+        body: ChatBody,
+        warnings: list[str],
+        images: SentImages | None = None,
+        context: ParseContext | None = None,
+    ) -> RenderedChat:
+        """Render a chat. `images`: those that it was translated with, which are read; or with `context`, what gets
+        those of the body."""
         adapter = self.model.adapter_of(body.model)
         known = self.model.tokenizer.template_variables
         variables = {
@@ -90,13 +116,34 @@ class BodyParser:
         }
         tools = chosen_tools(body)
         begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
-        messages = chat_messages(body.messages, warnings)
-        text = self.model.render(messages, variables, warnings, tools.offered, begins, continues)
-        return RenderedChat(text, variables, tools, adapter)
+        messages = chat_messages(body.messages, warnings, images)
+        if context is not None:
+            self.read_images(images, context)
+        text = self.model.render(messages, variables, warnings, tools.offered, begins, continues, images)
+        return RenderedChat(text, variables, tools, adapter, messages, images)
 
-    def chat(
+    def counted(self, chat: RenderedChat, add_special_tokens: bool, context: ParseContext) -> list[int]:
+        """Return the token ids of a chat that is only to be counted."""
+        limits = context.facts.limits
+        ids = self.model.encode_counted(chat.text, add_special_tokens, "messages", limits, context.require_client)
+        return self.with_images(ids, chat.images, chat.messages)
+
+    def with_images(
+        self, ids: list[int], images: SentImages | None, messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the ids of a chat with the rows of its images."""
+        if not images:
+            return ids
+        literal = self.model.tokenizer.decode([images.form.token_id], skip_special_tokens=False)
+        return images.expanded(ids, literal, messages)
+
+    def chat(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
+        return self._chat(body, self.rendered(body, warnings, self.images(context), context), context, warnings)
+
+    def _chat(
         self,
         body: ChatBody,
+        chat: RenderedChat,
         context: ParseContext,
         warnings: list[str],
         caps: bool = False,
@@ -105,7 +152,7 @@ class BodyParser:
     ) -> ParsedRequest:
         """`caps`: more tokens than the rest of the context are no error, but cut to it. `enforced`: see
         `Translation`. `own_name` returns the name that a field of the chat has in the body."""
-        text, variables, tools, adapter = self.rendered(body, warnings)
+        text, variables, tools, adapter, _, _ = chat
         plan, calls, schemas = self.model.message_plan(body, text, tools.callable), None, []
         given = format_of(body) if tools.offered and plan is not None and plan.calls is not None else None
         if given is not None and tools.is_required:
@@ -127,7 +174,7 @@ class BodyParser:
             reasoning = None
         param = "tool_choice" if tools.is_required else "tools"
         rules = Rules(None, bool(body.add_special_tokens), None if calls is None else (calls, param), reasoning, caps)
-        parsed = self._parsed(body, [text], rules, context, warnings)
+        parsed = self._parsed(body, [text], rules, context, warnings, chat)
         if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
             # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
@@ -143,20 +190,31 @@ class BodyParser:
         rules: Rules,
         context: ParseContext,
         warnings: list[str],
+        chat: RenderedChat | None = None,
     ) -> ParsedRequest:
         asked = AskedAnswer(body, rules, self.model, context, len(given))
         # The prompt of a chat is rendered from its messages.
         is_chat = rules.default_tokens is None
         param = "messages" if is_chat else "prompt"
+        images = chat.images or None if chat is not None else None
         prompts: list[Prompt] = []
         for entry in given:
             context.require_client()
-            ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, asked.kept)
+            most = asked.kept if images is None else None
+            ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, most)
+            if chat is not None and images is not None:
+                ids = self.with_images(ids, images, chat.messages)
+                if asked.kept is not None and len(ids) > asked.kept:
+                    raise InvalidRequest(
+                        "truncate_prompt_tokens: a prompt with images is not cut", "truncate_prompt_tokens"
+                    )
             if not ids:
                 raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
             asked.add(ids, isinstance(entry, str), param)
             prompts.append(self._prompt(ids, text, rules.add_special_tokens, asked.options))
             asked.count(len(ids), prompts[-1].echo)
+        if images is not None:
+            prompts[0].images = images.parts
         return ParsedRequest(
             *(prompts, asked.samplings, asked.options),
             asked=RequestOptions(
@@ -170,6 +228,8 @@ class BodyParser:
             warnings=warnings,
             grammar_param=asked.grammar_param,
             fills_context=asked.fills_context,
+            files={} if images is None else images.files,
+            image_fingerprint=b"" if images is None else images.form.fingerprint,
         )
 
     def _encode(

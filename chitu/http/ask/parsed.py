@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -177,6 +177,10 @@ class ParseContext(msgspec.Struct, frozen=True):
     facts: ClusterFacts
     require_client: Callable[[], None]
     """Raises if the client no longer waits for the answer."""
+    fetched: Mapping[str, bytes] = {}
+    """Files of images at URLs."""
+    reads_images: bool = False
+    """Whether this process reads files of images."""
 
     def require_limits(self) -> ModelLimits:
         if self.facts.limits is None:

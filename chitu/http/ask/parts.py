@@ -2,7 +2,8 @@
 
 Agents have images, sound and files in their histories, and send them again with each request. A part that is no text
 becomes a placeholder, and a warning names it. It is refused only if the last turn asks about it: the model would answer
-about something that it has not seen.
+about something that it has not seen. Images are the model's to see if it has vision (`images.py`); if it has none, a
+placeholder and a warning tell that, wherever they are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from urllib.parse import unquote_to_bytes
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.fields import TEXT_ONLY
+from chitu.http.ask.images import SentImages, joined
 
 NOT_RUN = "this server cannot run {}, so the prompt leaves it out"
 NOT_SHOWN = "the prompt leaves out {}"
 PLACEHOLDER = "this server serves text, so the prompt has a placeholder for {}"
-_WORDS = (("image", "image"), ("screenshot", "image"), ("audio", "sound"), ("video", "video"))
+OF_VISION = "the model sees images of the user and of results of tools, so the prompt has a placeholder for {}"
+"""In place of `PLACEHOLDER`, if the model has vision."""
+_IMAGE = "image"
+_WORDS = (("image", _IMAGE), ("screenshot", _IMAGE), ("audio", "sound"), ("video", "video"))
 """What the name of a type contains -> the word for what the model cannot see or hear."""
 _NO_TEXT = ("image/", "audio/", "video/", "application/pdf")
 """How media types of files begin that are not read as text."""
@@ -30,8 +35,18 @@ _NAMED_CHARS = 80
 class LeftOut:
     """What a prompt does not have, or has a placeholder for."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: SentImages | None = None) -> None:
+        """`images` gets those of a chat; None if the model has no vision."""
+        self.images = images
+        self._has_vision = images is not None
         self._kinds: dict[str, dict[str, str]] = {}
+
+    @property
+    def without_images(self) -> LeftOut:
+        """The same, for turns in which the model sees no images."""
+        twin = LeftOut()
+        twin._has_vision, twin._kinds = self._has_vision, self._kinds
+        return twin
 
     def add(self, where: str, kind: str, sentence: str) -> None:
         """Note what is at a place. `sentence`: one of the above."""
@@ -39,10 +54,11 @@ class LeftOut:
 
     def placeholder(self, where: str, kind: str, name: str = "") -> str:
         """Return the text in place of a part, block or item of this type."""
-        self.add(where, kind, PLACEHOLDER)
-        word = next((word for inner, word in _WORDS if inner in kind), "")
+        self.add(where, kind, OF_VISION if self._has_vision else PLACEHOLDER)
+        word = _word_of(kind)
         told = " ".join([each for each in (word or kind[:_NAMED_CHARS], name[:_NAMED_CHARS]) if each])
-        return f"[{told} left out: this model takes text alone]" if word else f"[{told} left out]"
+        has_reason = word and not self._has_vision
+        return f"[{told} left out: this model takes text alone]" if has_reason else f"[{told} left out]"
 
     def warn(self, warnings: list[str]) -> None:
         """Add a warning for each sentence."""
@@ -61,6 +77,8 @@ class Reading(NamedTuple):
     """What its placeholder names."""
     is_whole: bool = True
     """False: the text is a placeholder, too."""
+    image: str | None = None
+    """URL of the image that it is."""
 
 
 class Typed(Protocol):
@@ -75,30 +93,47 @@ def text_of(
     given: str | Sequence[TypedT],
     read: Callable[[TypedT, str], Reading],
     where: str,
-    left: LeftOut | None,
+    left: LeftOut,
+    is_asked: bool = False,
     first: int = 0,
 ) -> str:
     """Return content as one text: parts are joined by line breaks, as vLLM and llama.cpp do. `read` gets a part and its
-    place. `first`: place of the first part. Without `left`, raise InvalidRequest for a part that is no text."""
+    place. `first`: place of the first part. If `is_asked`, raise InvalidRequest for a part that `must_be_text`."""
     if isinstance(given, str):
         return given
     texts = []
     for i, part in enumerate(given, first):
         here = f"{where}[{i}]"
         reading = read(part, here)
-        if left is None and reading.text is None:
-            raise InvalidRequest(f"{here}: only 'text' parts are supported, not {part.type[:40]!r} ({TEXT_ONLY})", here)
-        texts.append(shown(part.type, here, reading, left or LeftOut()))
-    return "\n".join(texts)
+        if is_asked and must_be_text(part.type, reading, left):
+            only = "'text' parts" if left.images is None else "text, and images with data or a URL,"
+            raise InvalidRequest(f"{here}: only {only} are supported, not {part.type[:40]!r} ({TEXT_ONLY})", here)
+        texts.append(shown(part.type, here, reading, left))
+    return joined(texts) if left.images else "\n".join(texts)
+
+
+def must_be_text(kind: str, reading: Reading, left: LeftOut) -> bool:
+    """Return whether a part is none that a question may have: neither text nor an image. A model with vision must get
+    the image."""
+    if reading.text is not None:
+        return False
+    return reading.image is None if left.images is not None else _word_of(kind) != _IMAGE
 
 
 def shown(kind: str, where: str, reading: Reading, left: LeftOut) -> str:
-    """Return the text of what was read, or the placeholder for it."""
+    """Return the text of what was read, the mark of an image that the model gets, or the placeholder."""
+    if reading.image is not None and left.images is not None:
+        return left.images.mark(where, reading.image)
     if reading.text is None:
         return left.placeholder(where, kind, reading.name)
     if not reading.is_whole:
         left.add(where, kind, PLACEHOLDER)
     return reading.text
+
+
+def _word_of(kind: str) -> str:
+    """Return the word for what the model cannot see or hear; empty for what it can read at best."""
+    return next((word for inner, word in _WORDS if inner in kind), "")
 
 
 def required_text(text: str | None, where: str) -> Reading:

@@ -1,7 +1,8 @@
 """Work on bodies: decoding JSON, rendering chats, tokenising, judging grammars, and the choice of where it runs.
 
 `BodyWork` is pure. A small body is processed at once, on the event loop. A large one and every grammar go to a process
-beside it (`serve/body_pool.py`), where they delay no request's tokens: the same methods, with the same errors. So a
+beside it (`serve/body_pool.py`), where they delay no request's tokens: the same methods, with the same errors. A body
+with images is found by the same reading, and read once more in the process that reads their files. So a
 task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled. `BodyReader` is on the loop
 thread; it drops work for a client that has left.
 """
@@ -21,11 +22,13 @@ from chitu.errors import Capacity, InvalidRequest, NoInstance, PayloadTooLarge
 from chitu.grammars import GrammarCompiler
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
 from chitu.http.ask.decoder import BodyDecoder, BodyTable, warning_header
+from chitu.http.ask.images import ImagesWanted
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ClusterFacts, ParseContext, ParsedRequest, TokensAnswer
 from chitu.http.ask.served_model import ServedModel
 from chitu.http.wire.exchange import EXCHANGE, Exchange
 from chitu.net.http import ClientGone, Scope
+from chitu.net.image_fetch import ImageFetcher
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
 from chitu.router.candidates import Candidates
@@ -54,6 +57,17 @@ class ReadBody(msgspec.Struct, frozen=True):
     route: str
     facts: ClusterFacts
     limit_s: float = BODY_S
+    fetched: dict[str, bytes] = {}
+    """Files of images at URLs."""
+    reads_images: bool = False
+    """Whether files of images are read, which one process alone does."""
+
+
+class WantedImages(NamedTuple):
+    """Result of a body with images for another process, which is to get the files at these URLs."""
+
+    urls: dict[str, str]
+    """With their fields in the body."""
 
 
 class JudgeGrammar(NamedTuple):
@@ -78,12 +92,16 @@ class BodyWork:
 
     def read(
         self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]
-    ) -> ParsedRequest | TokensAnswer:
+    ) -> ParsedRequest | TokensAnswer | WantedImages:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
         reader, warnings = self._readers[task.route], list[str]()
         body = reader.decoder.decode(raw, warnings if self._takes_unknown else None)
-        return reader.read(self._parser, body, ParseContext(task.facts, require_client), warnings)
+        context = ParseContext(task.facts, require_client, task.fetched, task.reads_images)
+        try:
+            return reader.read(self._parser, body, context, warnings)
+        except ImagesWanted as wanted:
+            return WantedImages(wanted.urls)
 
     def judge(
         self, task: JudgeGrammar, limited: Callable[[float], AbstractContextManager[object]] = nullcontext
@@ -125,8 +143,11 @@ class BodyReader:
         takes_unknown: bool,
         client_of: Callable[[Scope], bytes],
         readers: Mapping[str, Reader],
+        fetcher: ImageFetcher | None = None,
     ) -> None:
-        """`client_of`: the client in whose turn the executor works for a request. `readers`: see `BodyWork`."""
+        """`client_of`: the client in whose turn the executor works for a request. `readers`: see `BodyWork`. `fetcher`
+        of images at URLs; None if there are none."""
+        self._fetcher = fetcher
         self._model = model
         self._router = router
         self._readers = readers
@@ -158,9 +179,7 @@ class BodyReader:
         this one has no such endpoint."""
         if route not in self._readers:
             raise InvalidRequest(f"there is no endpoint {route!r}")
-        task = ReadBody(route, self._facts())
-        found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._executor.do(task, raw)
-        parsed: ParsedRequest = found
+        parsed: ParsedRequest = await self._work_on(ReadBody(route, self._facts()), raw, b"")
         return parsed
 
     async def tokens(self, route: str, raw: bytes | bytearray, exchange: Exchange) -> TokensAnswer:
@@ -179,8 +198,34 @@ class BodyReader:
 
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
         if _is_small(raw):
-            return self._work.read(task, raw, lambda: None)
-        return await _while_wanted(exchange, self._executor.do(task, raw, self._client_of(exchange.scope)))
+            found = self._work.read(task, raw, lambda: None)
+            if not isinstance(found, WantedImages):
+                return found
+            work = self._with_images(task, raw, self._client_of(exchange.scope), found)
+        else:
+            work = self._work_on(task, raw, self._client_of(exchange.scope))
+        return await _while_wanted(exchange, work)
+
+    async def _work_on(self, task: ReadBody, raw: bytes | bytearray, client: bytes) -> Any:
+        """Return what the body says, wherever it is read."""
+        found: Any
+        if _is_small(raw):
+            found = self._work.read(task, raw, lambda: None)
+        else:
+            found = await self._executor.do(task, raw, client)
+        if isinstance(found, WantedImages):
+            return await self._with_images(task, raw, client, found)
+        return found
+
+    async def _with_images(self, task: ReadBody, raw: bytes | bytearray, client: bytes, wanted: WantedImages) -> Any:
+        """Return what a body with images says: it is read again, where files are read."""
+        if not wanted.urls:
+            return await self._executor.do(msgspec.structs.replace(task, reads_images=True), raw, client)
+        if self._fetcher is None:
+            raise InvalidRequest("this server fetches no images")
+        async with self._fetcher.files(wanted.urls, client) as files:
+            task = msgspec.structs.replace(task, reads_images=True, fetched=files)
+            return await self._executor.do(task, raw, client)
 
     async def _verdict(self, task: JudgeGrammar, client: bytes) -> InvalidRequest | None:
         grammar, key = task.grammar, (client, task.grammar)

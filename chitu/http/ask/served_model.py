@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chitu.config.schema import ModelConfig
+from chitu.config.schema import ImagesConfig, ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.http.ask.bodies import MAX_TOKENS, ChatBody
+from chitu.http.ask.image_files import ImageReader
+from chitu.http.ask.images import SentImages, ServedVision
 from chitu.http.ask.turns import ChatTurns
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
+from chitu.images.forms import form_of
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.pooling import read_pooling
 from chitu.models.sampling_defaults import read_sampling_defaults
@@ -36,8 +39,22 @@ class ModelLimits:
     vocab_size: int
 
 
+def served_vision(config: ModelConfig, limits: ImagesConfig) -> ServedVision | None:
+    """Return what the model in a folder needs of images; None if its prompts have none."""
+    form = form_of(config.path) if config.images == "auto" else ""
+    return None if isinstance(form, str) else ServedVision(form, limits)
+
+
 class ServedModel:
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, spec: ModelSpec, created_s: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        created_s: int,
+        vision: ServedVision | None = None,
+    ) -> None:
+        """`vision`: None if the model has none, or is to use none."""
         self.name = config.served_name or Path(config.path).name
         self.path = config.path
         self.adapters = dict(config.adapters)
@@ -57,7 +74,11 @@ class ServedModel:
         self.turns = ChatTurns(
             *(tokenizer.apply_chat_template, tokenizer.template_source, tokenizer.template_variables),
             self.message_format.calls,
+            vision.form.placeholder if vision is not None else "",
         )
+        self._vision = vision
+        self._takes_images: bool | None = None
+        """Whether the chat template has a place for images; None until a chat has some."""
         self.created_s = created_s
         self._config_max_len = config.max_model_len
         self._limits: tuple[Candidates, ModelLimits] | None = None
@@ -65,10 +86,12 @@ class ServedModel:
         """Layout of an instance that served when `limits` was last computed; all instances have the same model."""
 
     @classmethod
-    def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
-        """Load the model's tokenizer and spec. ConfigError if the folder is missing or not a model."""
+    def load(cls, config: ModelConfig, created_s: int, images: ImagesConfig | None = None) -> ServedModel:
+        """Load the model's tokenizer and spec. `images`: limits on images; None: no request may have any. ConfigError
+        if the folder is missing or not a model."""
         spec = read_model_spec(config.path, config.max_model_len, config.code)
-        return cls(config, Tokenizer.load(config.path), spec, created_s)
+        vision = None if images is None else served_vision(config, images)
+        return cls(config, Tokenizer.load(config.path), spec, created_s, vision)
 
     def adapter_of(self, name: str | None) -> str:
         """Return the LoRA adapter of this name, or "" for the model alone: its served name, its path, or None. Raises
@@ -162,14 +185,36 @@ class ServedModel:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continues: bool = False,
+        images: SentImages | None = None,
     ) -> str:
         """Return a chat as text; if it `continues`, it ends with its last message. InvalidRequest if the template
-        refuses it. Variables that the template does not read are added to `warnings`."""
+        refuses it. Variables that the template does not read are added to `warnings`. `images`: those of the marks in
+        the content."""
         unread = sorted(variables.keys() - self.tokenizer.template_variables)
         if unread:
             names = ", ".join(unread)[:NAMED_CHARS]
             warnings.append(f"chat_template_kwargs: the model's chat template does not read {names}")
-        return self.turns.prompt(messages, tools, variables, add_generation_prompt, continues)
+        if not images:
+            return self.turns.prompt(messages, tools, variables, add_generation_prompt, continues)
+        text = self.turns.prompt(messages, tools, variables, add_generation_prompt, continues, images, warnings)
+        return images.written(text, messages)
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether bodies may have images."""
+        return self._vision is not None
+
+    @property
+    def vision(self) -> ServedVision | None:
+        """What the model needs of images; None if it sees none."""
+        if self._vision is not None and self._takes_images is None:
+            self._takes_images = self.turns.takes_images
+        return self._vision if self._takes_images else None
+
+    def set_reader(self, reader: ImageReader) -> None:
+        """Have this process read the files of images."""
+        if self._vision is not None:
+            self._vision.reader = reader
 
     def message_plan(self, body: ChatBody, prompt: str, tools: Sequence[dict[str, Any]] | None) -> MessagePlan | None:
         """Return how to parse the answer to a rendered chat; None if all of it is content. `tools`: the offered tools.

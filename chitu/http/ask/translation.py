@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
+from chitu.http.ask.images import SentImages, joined
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
@@ -68,6 +69,8 @@ class Translation(NamedTuple):
     names: FieldNames
     enforced: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
+    images: SentImages | None = None
+    """Images of the chat; None if the model has no vision."""
 
 
 def served_effort(effort: str | None, known: Collection[str], param: str, warnings: list[str]) -> str | None:
@@ -90,7 +93,7 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     """Add text to the last turn if it is of this role, else as a turn of its own. A line break joins texts, as it does
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
-    turn.content = text if not turn.content else f"{turn.content}\n{text}"
+    turn.content = text if not turn.content else joined((turn.content, text))
 
 
 def without_orphans(messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from chitu.http.ask import image_turns
 from chitu.http.ask import turn_forms as forms
+from chitu.http.ask.images import marked
 from chitu.http.ask.turn_forms import Reform, Turn
 
 WORD = re.compile(r"zq\d+x")
@@ -49,6 +51,13 @@ ONE, TWO = [U, CALLS, result_of()], [U, TWO_CALLS, *TWO_RESULTS]
 FOREIGN = turn_of("assistant", "", tool_calls=[call_of("a", "toolu_01.a-B")])
 NAMELESS = turn_of("assistant", "", tool_calls=[call_of("a", "")])
 CUT = turn_of("assistant", "", tool_calls=[call_of(arguments='{"a": "a')])
+
+
+ASKED_IMAGE = [{**U, "content": f"a{marked(0)}a"}]
+"""A chat with an image of the user."""
+_READ_IMAGE = [U, CALLS, {**result_of(), "content": f"a{marked(0)}a{marked(1)}"}]
+READ_IMAGES = (_READ_IMAGE, [*_READ_IMAGE, U], [*_READ_IMAGE, A, U])
+"""Chats with images in a result."""
 
 
 class Form(NamedTuple):
@@ -138,7 +147,8 @@ class Words(NamedTuple):
     """Of each word: index of its turn, key of the turn, and the word."""
 
 
-def in_words(turns: Sequence[Turn]) -> Words:
+def in_words(turns: Sequence[Turn], has_images: bool = False) -> Words:
+    """`has_images`: the content may have marks of images, which stay."""
     found: list[Turn] = []
     places: list[tuple[int, str, str]] = []
     names: dict[str, str] = {}
@@ -150,7 +160,9 @@ def in_words(turns: Sequence[Turn]) -> Words:
 
     for i, turn in enumerate(turns):
         made = dict(turn)
-        if turn["content"] and turn["content"].strip():
+        if has_images and turn["content"]:
+            made["content"] = image_turns.in_words(turn["content"], functools.partial(word, i, "content"))
+        elif turn["content"] and turn["content"].strip():
             made["content"] = word(i, "content")
         if turn.get("reasoning_content"):
             made["reasoning_content"] = word(i, "reasoning_content")

@@ -11,14 +11,17 @@ the place of each text. A text whose word is missing would not reach the model: 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.ask import image_turns
 from chitu.http.ask import turn_forms as forms
 from chitu.http.ask import turn_probes as probes
+from chitu.http.ask.images import SentImages
 from chitu.http.ask.turn_forms import Reform, Turn, unchanged
 from chitu.http.ask.turn_probes import Form, in_words
 from chitu.http.messages.call_formats import text_of_calls
@@ -32,6 +35,12 @@ MAX_KEPT = 256
 MAX_KEPT_CHARS = 1 << 14
 """Longest shape that is kept: clients choose its ids and variables, so all that are kept have 4 MiB at most."""
 SYSTEM_TOOLS = "message['tools']"
+MAX_NAMED = 4
+"""Fields that a warning names."""
+OF_NEXT_TURN = (
+    "the model's chat template has no images in results of tools, so they are in a turn of the user behind the results"
+)
+NOT_IN_RESULTS = "the model's chat template has no place for images in results of tools, so the prompt leaves them out"
 END = "zqend0x"
 """Word that marks the end of a turn that the model continues."""
 
@@ -40,15 +49,23 @@ class ChatTurns:
     """The stage of one chat template."""
 
     def __init__(
-        self, render: Render, source: str, variables: frozenset[str], calls: type[CallParser] | None = None
+        self,
+        render: Render,
+        source: str,
+        variables: frozenset[str],
+        calls: type[CallParser] | None = None,
+        placeholder: str = "",
     ) -> None:
-        """`source`, `variables`: the template's text, and what it reads. `calls`: parser of the model's calls."""
+        """`source`, `variables`: the template's text, and what it reads. `calls`: parser of the model's calls.
+        `placeholder`: what it writes for an image."""
         self._render = render
         self._is_kimi = KIMI_BEGIN in source
         self._has_tools = "tools" in variables
         self.tools_in_system = not self._has_tools and SYSTEM_TOOLS in source
         """The template reads the tools from a turn of the system (Phi-4-mini's)."""
         self._calls = calls
+        self._placeholder = placeholder
+        self._places_of_images = functools.cache(self._find_places_of_images)
         self._chosen = functools.cache(self._choose)
         self._missing = functools.lru_cache(MAX_KEPT)(self._find_missing)
 
@@ -69,16 +86,22 @@ class ChatTurns:
         variables: Mapping[str, Any],
         add_generation_prompt: bool = True,
         continues: bool = False,
+        images: SentImages | None = None,
+        warnings: list[str] | None = None,
     ) -> str:
         """Return the prompt's text; if it `continues`, it ends with the last message, which is the assistant's. Raise
-        InvalidRequest if the template refuses the messages in any form, or leaves a text out."""
+        InvalidRequest if the template refuses the messages in any form, or leaves a text or an image out. `images`:
+        those of the marks in the content; `warnings` gets a sentence about what becomes of them."""
         turns = list(messages)
         if continues:
             if turns[-1]["role"] != "assistant" or turns[-1].get("tool_calls"):
                 where = f"messages[{len(turns) - 1}]"
                 raise InvalidRequest(f"{where}: only a text of the assistant can be continued", where)
             turns[-1] = {**turns[-1], "content": turns[-1]["content"] + END, "prefix": True}
-        turns = self.reformed(turns, bool(tools), variables)
+        turns = self.reformed(turns, bool(tools), variables, bool(images))
+        if images:
+            self._tell_places(images, list(messages), turns, bool(tools), warnings)
+            turns = image_turns.in_parts(turns)
         if tools and self.tools_in_system:
             turns = forms.tools_in_system(turns, tools)
         text = self._rendered(turns, tools, add_generation_prompt and not continues, variables)
@@ -89,11 +112,27 @@ class ChatTurns:
                 raise InvalidRequest(f"{where}: the model's chat template cannot end with it", where)
         return text
 
-    def reformed(self, turns: list[Turn], has_tools: bool, variables: Mapping[str, Any]) -> list[Turn]:
+    @property
+    def takes_images(self) -> bool:
+        """Whether the template has a place for images of the user."""
+        return any(
+            self._arrives_with_images(probes.ASKED_IMAGE, self._chosen(has_tools).reform, has_tools)
+            for has_tools in {self._has_tools, False}
+        )
+
+    def reformed(
+        self, turns: list[Turn], has_tools: bool, variables: Mapping[str, Any], has_images: bool = False
+    ) -> list[Turn]:
         """Return the turns in the form in which all of their texts arrive. Raise InvalidRequest if one would not."""
         chosen = self._chosen(has_tools)
-        shape = in_words(turns)
-        key = msgspec.json.encode([shape.turns, shape.places, dict(variables)]).decode()
+        shape = in_words(turns, has_images)
+        key: str
+        if has_images:
+            place = self._places_of_images(has_tools)
+            chosen = chosen._replace(reform=forms.after(place, chosen.reform), safe=forms.after(place, chosen.safe))
+            key = json.dumps([shape.turns, shape.places, dict(variables)])  # of halves of characters
+        else:
+            key = msgspec.json.encode([shape.turns, shape.places, dict(variables)]).decode()
         find = self._missing if len(key) <= MAX_KEPT_CHARS else self._find_missing
         missing = find(key, chosen.reform, has_tools)
         if missing is None:
@@ -106,8 +145,9 @@ class ChatTurns:
         raise InvalidRequest(f"{where}: the model's chat template would leave it out of the prompt", where)
 
     def _find_missing(self, key: str, reform: Reform, has_tools: bool) -> InvalidRequest | tuple[int, str] | None:
-        turns, places, variables = msgspec.json.decode(key)
-        return self._arrival(turns, places, reform, has_tools, variables)
+        has_images = "\\udfff" in key
+        turns, places, variables = json.loads(key) if has_images else msgspec.json.decode(key)
+        return self._arrival(turns, places, reform, has_tools, variables, has_images=has_images)
 
     def _rendered(
         self,
@@ -172,6 +212,30 @@ class ChatTurns:
                 return other
         return unchanged
 
+    def _find_places_of_images(self, has_tools: bool) -> Reform:
+        """Return the form in which images of results arrive."""
+        reform = self._chosen(has_tools).reform
+        for place in (unchanged, image_turns.moved):
+            both = forms.after(place, reform)
+            if all(self._arrives_with_images(chat, both, has_tools) for chat in probes.READ_IMAGES):
+                return place
+        return image_turns.left_out
+
+    def _arrives_with_images(self, chat: list[Turn], reform: Reform, has_tools: bool) -> bool:
+        words = in_words(chat, True)
+        return self._arrival(words.turns, words.places, reform, has_tools, {}, has_images=True) is None
+
+    def _tell_places(
+        self, images: SentImages, given: list[Turn], turns: list[Turn], has_tools: bool, warnings: list[str] | None
+    ) -> None:
+        """Note the order of the images in the turns, and a warning if those of results are elsewhere."""
+        images.place(image_turns.numbers(turns))
+        place, found = self._places_of_images(has_tools), image_turns.of_results(given)
+        if found and warnings is not None and place is not unchanged:
+            where = ", ".join([images.where(i) for i in found[:MAX_NAMED]]) + (", ..." if found[MAX_NAMED:] else "")
+            told = OF_NEXT_TURN if place is image_turns.moved else NOT_IN_RESULTS
+            warnings.append(f"{where}: {told}")
+
     def _all_arrive(
         self, chat: list[Turn], reform: Reform, has_tools: bool, in_order: bool = False, shows: str = ""
     ) -> bool:
@@ -192,12 +256,20 @@ class ChatTurns:
         variables: Mapping[str, Any],
         in_order: bool = False,
         shows: str = "",
+        has_images: bool = False,
     ) -> InvalidRequest | tuple[int, str] | None:
         """Return the index and key of a text that does not arrive, or why none does; None if all do."""
+        formed = reform(turns)
+        numbers = image_turns.numbers(formed) if has_images else []
+        if has_images:
+            formed = image_turns.in_parts(formed)
         try:
-            text = self._rendered(reform(turns), [probes.TOOL] if has_tools else None, False, variables)
+            text = self._rendered(formed, [probes.TOOL] if has_tools else None, False, variables)
         except InvalidRequest as error:
             return error
+        if numbers and text.count(self._placeholder) != len(numbers):
+            with_images = [i for i, turn in enumerate(turns) if image_turns.numbers([turn])]
+            return with_images[0], "content"
         found = [(at[0], at.start(), text[at.start() - 1 : at.start()]) for at in probes.WORD.finditer(text)]
         first = {word: at for word, at, _ in reversed(found)}
         in_python = {word for word, _, quote in found if quote == "'"}  # where JSON was to be

@@ -21,6 +21,8 @@ def read_part(part: MessagesPart | MessagesBlock, where: str) -> Reading:
         return required_text(part.text, where)
     if part.type == "document":
         return _document(part)
+    if part.type == "image":
+        return Reading(None, image=_image(part))
     if part.type == "search_result":
         source = part.source if isinstance(part.source, str) else ""
         return Reading(_lines(part.title, source, *_texts(part.content)))
@@ -50,6 +52,15 @@ def _document(part: MessagesPart | MessagesBlock) -> Reading:
     if found is None:
         return Reading(None, part.title or "")
     return Reading(_lines(part.title, part.context, found), part.title or "", is_whole)
+
+
+def _image(part: MessagesPart | MessagesBlock) -> str | None:
+    """Return the URL of an image; None if its file is elsewhere."""
+    source = part.source if isinstance(part.source, dict) else {}
+    data, url, kind = source.get("data"), source.get("url"), source.get("media_type")
+    if source.get("type") == "base64" and isinstance(data, str):
+        return f"data:{kind if isinstance(kind, str) else ''};base64,{data}"
+    return url if source.get("type") == "url" and isinstance(url, str) else None
 
 
 def _texts(content: str | Sequence[Any] | dict[str, Any] | None) -> list[str]:

@@ -16,6 +16,7 @@ from chitu.http.ask.bodies import (
     MAX_STOPS,
     MAX_TOOLS,
     REPLACED,
+    SEEN,
     Body,
     CallId,
     ObjectText,
@@ -50,12 +51,18 @@ _Replaced = Annotated[Unread, ignored("of a block that a placeholder replaces")]
 
 class _PartFields(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[
-        str, note(f"`text`, `document` with text in it, `search_result`, `tool_reference`; any other is {REPLACED}")
+        str,
+        note(
+            f"`text`, `image`, `document` with text in it, `search_result`, `tool_reference`; any other is {REPLACED}"
+        ),
     ]
     text: str | None = None
     source: Annotated[
         dict[str, Any] | str | None,
-        note("of `document`: its text (`type` `text`), its blocks (`content`), or a file; of `search_result`: text"),
+        note(
+            "of `document`: its text (`type` `text`), its blocks (`content`), or a file; of `search_result`: text; of "
+            f"`image`: `base64` with `data`, or `url`, which the router fetches from its `images.hosts`; {SEEN}"
+        ),
     ] = None
     title: Annotated[str | None, note("of `document` and `search_result`: a line ahead of their text")] = None
     context: Annotated[str | None, note("of `document`: a line ahead of its text")] = None
@@ -87,8 +94,8 @@ class MessagesBlock(_PartFields, forbid_unknown_fields=True):
         str,
         note(
             "`text`, of the model also `tool_use`, `thinking` and `redacted_thinking` (left out of the prompt), of the "
-            "user also `tool_result`; `document` with text in it, `search_result`, `compaction`. Any other "
-            f"(`image`, `server_tool_use`, ...) is {REPLACED}, and the header X-Chitu-Warning names it"
+            "user also `tool_result`; `image`, `document` with text in it, `search_result`, `compaction`. Any other "
+            f"(`server_tool_use`, ...) is {REPLACED}, and the header X-Chitu-Warning names it"
         ),
     ]
     text: Annotated[str | None, note("of `text`; an empty one is left out")] = None

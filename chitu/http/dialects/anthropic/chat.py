@@ -1,8 +1,8 @@
 """A chat's body made of one of Anthropic's Messages API. Pure; part of `BodyWork`.
 
 Blocks become what a chat has: `tool_use` the calls of an assistant's message, `tool_result` messages of the role
-`tool`, `thinking` its reasoning, and all text of a turn its content. What is no text becomes a placeholder, unless the
-last turn asks about it (`ask/parts.py`).
+`tool`, `thinking` its reasoning, and all text and images of a turn its content. What else there is becomes a
+placeholder, unless the last turn asks about it (`ask/parts.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from chitu.http.ask.bodies import (
 )
 from chitu.http.ask.chat import THINKING_VARIABLES
 from chitu.http.ask.fields import TEXT_ONLY
-from chitu.http.ask.parts import NOT_RUN, NOT_SHOWN, LeftOut, question_start, shown
+from chitu.http.ask.images import SentImages, joined
+from chitu.http.ask.parts import NOT_RUN, NOT_SHOWN, LeftOut, must_be_text, question_start, shown
 from chitu.http.ask.translation import FieldNames, Translation, add_text, served_effort, turn_of, without_orphans
 from chitu.http.dialects.anthropic.blocks import UNSEEN, read_part
 from chitu.http.dialects.anthropic.bodies import (
@@ -64,12 +65,16 @@ _OWN_TYPES = {
 
 
 def chat_of_messages(
-    body: CountTokensBody, variables: Collection[str], reasons: bool, warnings: list[str]
+    body: CountTokensBody,
+    variables: Collection[str],
+    reasons: bool,
+    warnings: list[str],
+    images: SentImages | None = None,
 ) -> Translation:
-    """Return the chat. `variables`: what its template reads; `reasons`: whether it knows of reasoning. Raise
-    InvalidRequest if the last turn asks about what is no text; `warnings` gets a sentence about what has no effect, and
-    about what the prompt leaves out."""
-    left = LeftOut()
+    """Return the chat. `variables`: what its template reads; `reasons`: whether it knows of reasoning; `images`: see
+    `chat_messages`. Raise InvalidRequest if the last turn asks about what is neither text nor an image; `warnings` gets
+    a sentence about what has no effect, and about what the prompt leaves out."""
+    left = LeftOut(images)
     messages, message_places = _turns(body, left)
     tools, places = _functions(body.tools or [], left)
     left.warn(warnings)
@@ -98,7 +103,7 @@ def chat_of_messages(
         chat.cache_salt = body.cache_salt
         chat.return_proof, chat.return_receipt = body.return_proof or body.return_token_ids, body.return_receipt
         chat.return_token_ids, chat.speculation = body.return_token_ids, body.speculation
-    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, (), message_places, TOO_LONG))
+    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, (), message_places, TOO_LONG), images=images)
 
 
 def _functions(given: list[MessagesTool], left: LeftOut) -> tuple[list[Tool], list[str]]:
@@ -153,7 +158,7 @@ def _turns(body: CountTokensBody, left: LeftOut) -> tuple[list[ChatMessage], lis
     if not body.messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     turns: list[ChatMessage] = []
-    if body.system and (system := _text(body.system, "system", left)):
+    if body.system and (system := _text(body.system, "system", left.without_images)):
         turns.append(ChatMessage("system", system))
     places = ["system"] * len(turns)
     question = question_start([_role(message) for message in body.messages])
@@ -190,9 +195,9 @@ def _add(turns: list[ChatMessage], message: AnthropicMessage, where: str, left: 
             left.add(here, block.type, NOT_SHOWN)
         elif block.type not in _OWN_TYPES:
             reading = read_part(block, here)
-            if is_asked and reading.text is None:
+            if is_asked and must_be_text(block.type, reading, left):
                 raise InvalidRequest(f"{here}.type: {block.type[:40]!r} is not supported ({TEXT_ONLY})", f"{here}.type")
-            if text := shown(block.type, here, reading, left):
+            if text := shown(block.type, here, reading, left if role == "user" else left.without_images):
                 add_text(turns, role, text)
         elif block.type == "tool_result":
             turns.append(_result(block, here, left))
@@ -229,4 +234,4 @@ def _text(given: str | list[MessagesPart], where: str, left: LeftOut) -> str:
     if isinstance(given, str):
         return given
     texts = [shown(part.type, f"{where}[{i}]", read_part(part, f"{where}[{i}]"), left) for i, part in enumerate(given)]
-    return "\n".join([text for text in texts if text])
+    return joined([text for text in texts if text])

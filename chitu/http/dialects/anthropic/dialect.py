@@ -65,13 +65,14 @@ UNSERVED: Unserved = (
 )
 
 
-def _chat_of(parser: BodyParser, body: CountTokensBody, warnings: list[str]) -> Translation:
+def _chat_of(parser: BodyParser, body: CountTokensBody, context: ParseContext, warnings: list[str]) -> Translation:
     reasons = parser.model.message_format.reasoning is not None
-    return chat_of_messages(body, parser.model.tokenizer.template_variables, reasons, warnings)
+    variables, images = parser.model.tokenizer.template_variables, parser.images(context)
+    return chat_of_messages(body, variables, reasons, warnings, images)
 
 
 def _read(parser: BodyParser, body: MessagesBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
-    return parser.translated(_chat_of(parser, body, warnings), context, warnings, caps=True)
+    return parser.translated(_chat_of(parser, body, context, warnings), context, warnings, caps=True)
 
 
 def _answer(head: AnswerHead, parsed: ParsedRequest) -> MessagesFormat:
@@ -80,12 +81,13 @@ def _answer(head: AnswerHead, parsed: ParsedRequest) -> MessagesFormat:
 
 def _count(parser: BodyParser, body: CountTokensBody, context: ParseContext, warnings: list[str]) -> TokensAnswer:
     """Return how many tokens the prompt has."""
-    translation = _chat_of(parser, body, warnings)
+    translation = _chat_of(parser, body, context, warnings)
+    parser.read_images(translation.images, context)
     try:
-        text = parser.rendered(translation.chat, warnings).text
+        chat = parser.rendered(translation.chat, warnings, translation.images)
+        ids = parser.counted(chat, False, context)
     except InvalidRequest as error:
         raise translation.names.renamed(error) from None
-    ids = parser.model.encode_counted(text, False, "messages", context.facts.limits, context.require_client)
     return TokensAnswer(msgspec.json.encode(CountTokensReply(len(ids))), warnings)
 
 

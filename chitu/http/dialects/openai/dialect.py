@@ -5,7 +5,7 @@ from __future__ import annotations
 from chitu.http.answer.dialect import Dialect, Endpoint
 from chitu.http.answer.formats import AnswerHead
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED, ChatBody, CompletionBody
-from chitu.http.ask.fields import TEXT_ONLY, Unserved
+from chitu.http.ask.fields import Unserved
 from chitu.http.ask.other_servers import SAMPLERS, UNUSED
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ParsedRequest
@@ -27,7 +27,7 @@ UNSERVED: Unserved = (
     (
         (CHAT, TOKENIZE),
         REFUSED,
-        (("messages[].images", TEXT_ONLY, ([],)),),
+        (("messages[].images", "give them as parts of the content", ([],)),),
     ),
     (
         (ABORT,),

@@ -22,10 +22,14 @@ def tokenize(parser: BodyParser, body: TokenizeBody, context: ParseContext, warn
     else:
         variables = template_variables(body.chat_template_kwargs)
         begins, continues = end_of_prompt(body.add_generation_prompt, body.continue_final_message)
-        tools, messages = offered_tools(body.tools), chat_messages(body.messages, warnings)
-        text = model.render(messages, variables, warnings, tools, begins, continues)
+        images = parser.images(context)
+        tools, messages = offered_tools(body.tools), chat_messages(body.messages, warnings, images)
+        parser.read_images(images, context)
+        text = model.render(messages, variables, warnings, tools, begins, continues, images)
         param, add_special_tokens = "messages", bool(body.add_special_tokens)
     ids = model.encode_counted(text, add_special_tokens, param, limits, context.require_client)
+    if body.messages is not None:
+        ids = parser.with_images(ids, images, messages)
     answer = TokenizeReply(len(ids), max_len, ids)
     if body.return_token_strs:
         answer.token_strs = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

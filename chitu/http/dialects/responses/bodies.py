@@ -8,6 +8,7 @@ import msgspec
 
 from chitu.http.ask.bodies import (
     CONTENT,
+    IMAGE_URL,
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_PARTS,
@@ -61,8 +62,8 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[
         str,
         note(
-            "`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`, `refusal`, or `input_file` with "
-            f"text in it; any other is {REPLACED}"
+            "`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`, `input_image`, `refusal`, or "
+            f"`input_file` with text in it; any other is {REPLACED}"
         ),
     ] = ""
     text: str | None = None
@@ -72,7 +73,7 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     stdout: Annotated[str | None, note("of the output of a `shell_call`")] = None
     stderr: Annotated[str | None, note("the same")] = None
     outcome: Annotated[dict[str, Any] | None, note("the same")] = None
-    image_url: _Replaced = msgspec.UNSET
+    image_url: Annotated[Unread, note(IMAGE_URL)] = msgspec.UNSET
     audio_url: _Replaced = msgspec.UNSET
     input_audio: _Replaced = msgspec.UNSET
     file_url: _Replaced = msgspec.UNSET

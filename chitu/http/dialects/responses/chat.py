@@ -13,6 +13,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ChatBody, ChatMessage, JsonSchemaFormat, ResponseFormat
+from chitu.http.ask.images import SentImages
 from chitu.http.ask.parts import LeftOut
 from chitu.http.ask.sampling import NO_LIMIT
 from chitu.http.ask.translation import FieldNames, Translation, served_effort
@@ -38,10 +39,12 @@ _NAMES = (
 """Fields of a chat -> the fields of this route that they are made from."""
 
 
-def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings: list[str]) -> Translation:
-    """Return the chat. `variables`: what its template reads. Raise InvalidRequest for items whose meaning would be
-    lost, and if the last turn asks about what is no text; `warnings` gets a sentence about what has no effect, and
-    about what the prompt leaves out."""
+def chat_of_responses(
+    body: ResponsesBody, variables: Collection[str], warnings: list[str], images: SentImages | None = None
+) -> Translation:
+    """Return the chat. `variables`: what its template reads; `images`: see `chat_messages`. Raise InvalidRequest for
+    items whose meaning would be lost, and if the last turn asks about what is neither text nor an image; `warnings`
+    gets a sentence about what has no effect, and about what the prompt leaves out."""
     if body.input is None or body.input == []:
         raise InvalidRequest("input is required: text, or a list of items", "input")
     _check(body)
@@ -52,7 +55,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
     if isinstance(body.input, str):
         messages.append(ChatMessage("user", body.input))
     else:
-        messages, message_places = messages_of(body.input, messages, offered, warnings)
+        messages, message_places = messages_of(body.input, messages, offered, warnings, images)
     tools, custom_places, enforced = offered.functions(warnings)
     choice = offered.choice(body.tool_choice, left)
     left.warn(warnings)
@@ -77,7 +80,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         speculation=body.speculation,
     )
     places = [tool.place for tool in offered.by_name.values()]
-    return Translation(chat, FieldNames(_NAMES, places, (), custom_places, message_places), enforced)
+    return Translation(chat, FieldNames(_NAMES, places, (), custom_places, message_places), enforced, images)
 
 
 def _check(body: ResponsesBody) -> None:

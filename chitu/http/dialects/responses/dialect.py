@@ -63,7 +63,8 @@ UNSERVED: Unserved = (
 
 
 def _read(parser: BodyParser, body: ResponsesBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
-    translation = chat_of_responses(body, parser.model.tokenizer.template_variables, warnings)
+    variables = parser.model.tokenizer.template_variables
+    translation = chat_of_responses(body, variables, warnings, parser.images(context))
     parsed = parser.translated(translation, context, warnings)
     parsed.for_answer = Repeated.of(body, parsed.samplings[0])
     return parsed

@@ -14,7 +14,9 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import CalledFunction, ChatMessage, MessageToolCall
+from chitu.http.ask.chat import IMAGE_TYPES, SEEING, image_url
 from chitu.http.ask.decoder import cut_character
+from chitu.http.ask.images import SentImages
 from chitu.http.ask.parts import (
     NOT_RUN,
     NOT_SHOWN,
@@ -23,6 +25,7 @@ from chitu.http.ask.parts import (
     question_start,
     read_file,
     required_text,
+    shown,
     text_of,
 )
 from chitu.http.ask.translation import add_text, without_orphans
@@ -65,12 +68,16 @@ def decoded_reasoning(text: str) -> str:
 
 
 def messages_of(
-    items: list[InputItem], messages: list[ChatMessage], tools: OfferedTools, warnings: list[str]
+    items: list[InputItem],
+    messages: list[ChatMessage],
+    tools: OfferedTools,
+    warnings: list[str],
+    images: SentImages | None = None,
 ) -> tuple[list[ChatMessage], list[str]]:
     """Return the messages with those of the items, and the place that each begins with. Those of the system in a row
     are one, since many chat templates take only one. Raise InvalidRequest for items whose meaning would be lost;
-    `warnings` gets a sentence about what the prompt leaves out."""
-    reader = _ItemReader(messages, tools, question_start([_role(item) for item in items]))
+    `warnings` gets a sentence about what the prompt leaves out. `images`: see `chat_messages`."""
+    reader = _ItemReader(messages, tools, question_start([_role(item) for item in items]), LeftOut(images))
     places = ["instructions"] * len(messages)
     for i, item in enumerate(items):
         reader.add(i, item)
@@ -105,10 +112,10 @@ def _type_of(item: InputItem) -> str:
 class _ItemReader:
     """One pass over the items."""
 
-    def __init__(self, messages: list[ChatMessage], tools: OfferedTools, question: int) -> None:
+    def __init__(self, messages: list[ChatMessage], tools: OfferedTools, question: int, left: LeftOut) -> None:
         """`question`: the first item of those with which the user asks."""
         self.messages = messages
-        self.left = LeftOut()
+        self.left = left
         self.reasoning: list[tuple[ChatMessage, str]] = []
         """Messages with the places of their reasoning."""
         self._tools = tools
@@ -157,7 +164,8 @@ class _ItemReader:
     def _add_message(self, item: InputItem, role: str, place: int) -> None:
         is_asked = place >= self._question and role == "user" and _type_of(item) == "message"
         where = f"input[{place}].content"
-        text = text_of(item.content or "", _read_part, where, None if is_asked else self.left)
+        left = self.left if role in SEEING else self.left.without_images
+        text = text_of(item.content or "", _read_part, where, left, is_asked)
         if role == "assistant":
             self._of_model("message").content = text
         elif role in ("system", "developer"):
@@ -166,7 +174,7 @@ class _ItemReader:
             self.messages.append(ChatMessage(role, text))
 
     def _add_reasoning(self, item: InputItem, where: str) -> None:
-        text = self._text(item.content or "", f"{where}.content")
+        text = text_of(item.content or "", _read_part, f"{where}.content", self.left.without_images)
         text = text or decoded_reasoning(item.encrypted_content or "")
         if not text:
             return
@@ -210,8 +218,11 @@ class _ItemReader:
             if isinstance(given.get("content"), str):
                 return str(given["content"])
             kind = str(given.get("type", ""))
-            is_image = "image_url" in given or "file_id" in given
-            return self.left.placeholder(f"{where}.output", kind) if is_image else _encoded(given)
+            if "image_url" not in given and "file_id" not in given:
+                return _encoded(given)
+            url = given.get("image_url")
+            reading = Reading(None, image=url if isinstance(url, str) else None)
+            return shown(kind, f"{where}.output", reading, self.left)
         return self._text(given, f"{where}.output")
 
     def _text(self, given: str | list[InputPart], where: str) -> str:
@@ -242,6 +253,8 @@ def _read_part(part: InputPart, where: str) -> Reading:
         outcome = {name: value for name, value in (part.outcome or {}).items() if value not in (None, "")}
         told = f"[{' '.join(map(str, outcome.values()))}]" if outcome else ""
         return Reading("\n".join([text for text in (part.stdout, part.stderr, told) if text]))
+    if part.type in IMAGE_TYPES:
+        return Reading(None, part.filename or "", image=image_url(part.image_url))
     if not part.type:
         raise InvalidRequest(f"{where}.type is required", f"{where}.type")
     return Reading(part.text, part.filename or "")

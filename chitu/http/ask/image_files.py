@@ -1,0 +1,195 @@
+"""Files of images: where a client may have them, and their bytes. Part of `BodyWork`, in the one process that reads
+files; what is to be fetched from hosts was fetched before (`net/image_fetch.py`)."""
+
+from __future__ import annotations
+
+import os
+import stat
+from base64 import b64decode
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from chitu.config.schema import ImagesConfig
+from chitu.errors import ContextLengthExceeded, InvalidRequest
+from chitu.images.files import read_image, stored_size
+from chitu.images.forms import key_of
+from chitu.images.layout import ImageLayout, ImageSizer
+from chitu.net.image_urls import AllowedHosts, ImageURL, URLRefused, is_http
+
+DATA, FILE = "data:", "file:"
+_BASE64 = ";base64"
+_SPACES = str.maketrans("", "", "\r\n\t ")
+_MEDIA_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+ALL_PIXELS = 8
+"""Images of the largest size that the pixels of all images of a request may make: decoding takes as long."""
+MAX_KNOWN = 1 << 14
+"""Files whose sizes are remembered: agents send the same ones with each request."""
+
+
+class SentImage(NamedTuple):
+    where: str
+    """Its field in the body."""
+    url: str
+    """`data:`, `http(s)://` or `file://`."""
+
+
+class ReadFile(NamedTuple):
+    key: bytes
+    """As in `ImagePart`."""
+    data: bytes
+    layout: ImageLayout
+
+
+def require_allowed(url: str, where: str, limits: ImagesConfig) -> None:
+    """Raise InvalidRequest for a URL that this server gets no images from."""
+    scheme = url[:8].lower()
+    if scheme.startswith(DATA):
+        return
+    if is_http(url):
+        if not limits.hosts:
+            raise _refused(where, "is at a URL, and this server fetches none; send it as a data URL")
+        try:
+            AllowedHosts(limits.hosts).require(ImageURL.parse(url))
+        except URLRefused as error:
+            raise _refused(where, str(error)) from None
+    elif not scheme.startswith(FILE):
+        raise _refused(where, "is no data URL, and none of http, https or file")
+    elif limits.dir is None:
+        raise _refused(where, "is a file of this server, which has no folder for images; send it as a data URL")
+
+
+class ImageReader:
+    """Reads files, and asks the model's image processor for their rows."""
+
+    def __init__(self, limits: ImagesConfig, make_sizer: Callable[[], ImageSizer]) -> None:
+        """`make_sizer` is called for the first image."""
+        self._limits = limits
+        self._make_sizer = make_sizer
+        self._sizer: ImageSizer | None = None
+        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """Sizes of files that were decoded whole, by key."""
+
+    def read(self, images: Sequence[SentImage], fetched: Mapping[str, bytes], most_tokens: int) -> list[ReadFile]:
+        """Return the files. What would have more than `most_tokens` rows, by the headers, is not decoded. Errors name
+        the image that is at fault."""
+        if self._sizer is None:
+            self._sizer = self._make_sizer()
+        form, files, total = self._sizer.form, list[tuple[bytes, bytes]](), 0
+        for image in images:
+            data = fetched[image.url] if is_http(image.url) else self._bytes_of(image)
+            total += len(data)
+            if total > self._limits.max_total_mb << 20:
+                raise _refused(
+                    image.where,
+                    f"makes the files of the request larger than {self._limits.max_total_mb} MiB "
+                    "(router.images.max_total_mb)",
+                )
+            files.append((key_of(data, form), data))
+        self._check_cost(images, files, most_tokens)
+        sizes = [self._decoded(image, *file) for image, file in zip(images, files, strict=True)]
+        layouts = self._layouts(images, sizes)
+        return [ReadFile(key, data, layout) for (key, data), layout in zip(files, layouts, strict=True)]
+
+    def _check_cost(self, images: Sequence[SentImage], files: Sequence[tuple[bytes, bytes]], most_tokens: int) -> None:
+        """Raise InvalidRequest for images that together cost too much, by their headers."""
+        sizes, pixels = [], 0
+        for image, (key, data) in zip(images, files, strict=True):
+            size = self._known.get(key) or _told(image, lambda data=data: stored_size(data, self._limits))
+            pixels += size[0] * size[1]
+            if pixels > ALL_PIXELS * self._limits.max_pixels:
+                raise _refused(
+                    image.where,
+                    f"makes the images of the request larger than {ALL_PIXELS} times router.images.max_pixels "
+                    f"({self._limits.max_pixels})",
+                )
+            sizes.append(size)
+        num_tokens = sum([layout.num_tokens for layout in self._layouts(images, sizes)])
+        if num_tokens > most_tokens:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {most_tokens} tokens and the images alone have {num_tokens}; "
+                "send fewer or smaller ones"
+            )
+
+    def _decoded(self, image: SentImage, key: bytes, data: bytes) -> tuple[int, int]:
+        if key not in self._known:
+            self._known[key] = _told(image, lambda: read_image(data, self._limits))
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def _layouts(self, images: Sequence[SentImage], sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
+        assert self._sizer is not None
+        try:
+            return self._sizer.layout(sizes)
+        except InvalidRequest as error:
+            image = images[int(error.param)] if error.param is not None else images[0]
+            raise InvalidRequest(f"{image.where}: {error.message}", image.where) from None
+
+    def _bytes_of(self, image: SentImage) -> bytes:
+        if image.url[: len(DATA)].lower() == DATA:
+            return _of_data_url(image, self._limits.max_file_mb << 20)
+        return _of_folder(image, self._limits)
+
+
+def _of_data_url(image: SentImage, max_bytes: int) -> bytes:
+    head, comma, data = image.url[len(DATA) :].partition(",")
+    if not comma:
+        raise _refused(image.where, "is a data URL without data")
+    kind = head.partition(";")[0].strip().lower()
+    if kind and not kind.startswith(_MEDIA_TYPES):
+        raise _refused(image.where, f"is no image: its data URL says {kind[:40]!r}")
+    is_base64 = head.rstrip().lower().endswith(_BASE64)
+    if len(data) * 3 // 4 > max_bytes + len(_BASE64):
+        raise _refused(image.where, f"has a file of more than {max_bytes >> 20} MiB (router.images.max_file_mb)")
+    if not is_base64:
+        return unquote_to_bytes(data)
+    try:
+        return b64decode(data, validate=True)
+    except ValueError:
+        try:
+            return b64decode(data.translate(_SPACES), validate=True)
+        except ValueError:
+            raise _refused(image.where, "is no valid base64") from None
+
+
+def _of_folder(image: SentImage, limits: ImagesConfig) -> bytes:
+    """Return a file below `router.images.dir`. What is elsewhere is told apart from what is nowhere by nothing."""
+    assert limits.dir is not None
+    parts = urlsplit(image.url)
+    path, max_bytes = unquote(parts.path), limits.max_file_mb << 20
+    if parts.netloc not in ("", "localhost"):
+        raise _refused(image.where, "is a file of another host")
+    try:
+        folder = Path(limits.dir).expanduser().resolve(strict=True)
+        if ".." in Path(path).parts:
+            raise ValueError
+        found = Path(path).resolve(strict=True)
+        found.relative_to(folder)
+        handle = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            # Again, of what is open: a link may have been put there meanwhile.
+            Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(folder)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ValueError
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError, RuntimeError):
+        raise _refused(image.where, "is no file below the folder of images (router.images.dir)") from None
+    if len(data) > max_bytes:
+        raise _refused(image.where, f"has a file of more than {limits.max_file_mb} MiB (router.images.max_file_mb)")
+    return data
+
+
+def _told(image: SentImage, read: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """Return a size; an error names the image."""
+    try:
+        return read()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{image.where}: {error.message}", image.where) from None
+
+
+def _refused(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: the image {why}", where)

@@ -1,0 +1,178 @@
+"""The images of a chat, from the parts of its messages to rows of its prompt. Pure but for what reads files; part of
+`BodyWork`.
+
+Until its template renders a chat, the content of a message is text: an image in it is a mark, which no JSON can have,
+around its number. So all that joins, moves and forms turns need not know of images. `image_turns.py` gives the template
+parts in place of the marks. Each placeholder that the template writes becomes the one token of an image, and that
+token, in the ids, the rows of the image (`ImageLayout`).
+
+Files are read, and sizes asked for, in one process alone (`serve/body_pool.py`). Elsewhere a body with an image ends in
+`ImagesWanted`, before its chat is rendered, and is read again there: text pays nothing for that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chitu.config.schema import ImagesConfig
+from chitu.errors import InvalidRequest
+from chitu.http.ask.bodies import MAX_TOKENS
+from chitu.http.ask.image_files import ImageReader, ReadFile, SentImage, require_allowed
+from chitu.images.layout import ImageForm
+from chitu.net.image_urls import is_http
+from chitu.protocol import ImagePart
+
+if TYPE_CHECKING:
+    from chitu.http.ask.served_model import ModelLimits
+
+MARK = "\udfff"
+"""Half a character: decoders of JSON refuse it, so no text of a client has it."""
+MARKED = re.compile(f"{MARK}(\\d+){MARK}")
+_BREAK = "\n"
+
+
+class ImagesWanted(Exception):
+    """The body has images, and this process reads none, or has not got those at the URLs."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        super().__init__(urls)
+        self.urls = urls
+        """URLs that are to be fetched, with their fields in the body."""
+
+
+@dataclass(slots=True)
+class ServedVision:
+    """What a model with vision needs of images."""
+
+    form: ImageForm
+    limits: ImagesConfig
+    reader: ImageReader | None = None
+    """None in a process that reads no files."""
+
+
+def marked(number: int) -> str:
+    """Return the mark of an image."""
+    return f"{MARK}{number}{MARK}"
+
+
+def joined(texts: Sequence[str], between: str = _BREAK) -> str:
+    """Return texts as one. Nothing comes between an image and what is beside it, as in templates."""
+    found = texts[0] if texts else ""
+    for text in texts[1:]:
+        found += text if found.endswith(MARK) or text.startswith(MARK) else between + text
+    return found
+
+
+class SentImages:
+    """The images of one chat."""
+
+    def __init__(self, vision: ServedVision, fetched: Mapping[str, bytes], is_here: bool) -> None:
+        """Make an empty set. `fetched`: files by URL. `is_here`: whether this process reads files."""
+        self.form = vision.form
+        self._limits = vision.limits
+        self._reader = vision.reader if is_here else None
+        self._fetched = fetched
+        self._sent: list[SentImage] = []
+        self._files: list[ReadFile] = []
+        self._order: list[int] = []
+        self._spans: list[tuple[tuple[int, int, int], ...]] = []
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def mark(self, where: str, url: str) -> str:
+        """Return the text in the place of an image. InvalidRequest if there are too many, or if it may not be had."""
+        if len(self._sent) == self._limits.max_images:
+            raise InvalidRequest(
+                f"{where}: a request may have {self._limits.max_images} images at most (router.images.max_images)",
+                where,
+            )
+        require_allowed(url, where, self._limits)
+        self._sent.append(SentImage(where, url))
+        return marked(len(self._sent) - 1)
+
+    def where(self, index: int) -> str:
+        """Return the field of an image."""
+        return self._sent[index].where
+
+    def read(self, limits: ModelLimits | None) -> None:
+        """Read the files, and how many rows each image has. Once, ahead of rendering. InvalidRequest names the image
+        that is at fault; ImagesWanted if that is not for this process."""
+        if self._files or not self._sent:
+            return
+        wanted: dict[str, str] = {}
+        for image in self._sent:
+            if is_http(image.url):
+                wanted.setdefault(image.url, image.where)
+        if self._reader is None or not wanted.keys() <= self._fetched.keys():
+            raise ImagesWanted(wanted)
+        most = MAX_TOKENS if limits is None else limits.max_model_len
+        self._files = self._reader.read(self._sent, self._fetched, most)
+
+    @property
+    def parts(self) -> tuple[ImagePart, ...]:
+        """The images of the prompt, in order."""
+        placed = zip(self._order, self._spans, strict=True)
+        return tuple([ImagePart(self._files[i].key, spans, self._files[i].layout.grid) for i, spans in placed])
+
+    @property
+    def files(self) -> dict[bytes, bytes]:
+        """Files of the images of the prompt, by key."""
+        return {self._files[i].key: self._files[i].data for i in self._order}
+
+    # ----------------------------------------------------------------------------------------------------------- prompt
+
+    def place(self, order: Sequence[int]) -> None:
+        """Note which images the turns have, in this order."""
+        self._order = list(order)
+
+    def written(self, text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a rendered chat with what stands for its images before it is tokenised. InvalidRequest if it has more
+        placeholders than images: some text has one."""
+        if text.count(self.form.placeholder) != len(self._order):
+            raise _literal(self.form.placeholder, messages)
+        if self.form.written == self.form.placeholder:
+            return text
+        return text.replace(self.form.placeholder, self.form.written)
+
+    def expanded(self, ids: list[int], literal: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids with the rows of the images. `literal`: text of the token that stands for an image.
+        InvalidRequest if there are more of these than images."""
+        token, found, at = self.form.token_id, list[int](), 0
+        if ids.count(token) != len(self._order):
+            raise _literal(literal, messages)
+        self._spans = []
+        for i in self._order:
+            end = ids.index(token, at)
+            found += ids[at:end]
+            at, spans, row = end + 1, list[tuple[int, int, int]](), 0
+            for run in self._files[i].layout.runs:
+                if run.is_image:
+                    start, length, first = spans[-1] if spans else (0, 0, 0)
+                    if length and start + length == len(found):
+                        spans[-1] = (start, length + run.count, first)
+                    else:
+                        spans.append((len(found), run.count, row))
+                    row += run.count
+                found += [run.token_id] * run.count
+            self._spans.append(tuple(spans))
+        return found + ids[at:]
+
+
+def _literal(literal: str, messages: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Return the error of a text that has what stands for an image."""
+    for i, message in enumerate(messages):
+        if isinstance(content := message.get("content"), str) and literal in content:
+            where = f"messages[{i}].content"
+            return InvalidRequest(
+                f"{where}: its text has {literal!r}, which stands for an image in this model's prompts; write it "
+                "otherwise, or send no images beside it",
+                where,
+            )
+    return InvalidRequest(
+        f"messages: the prompt has {literal!r} elsewhere than for an image; it stands for one in this model's prompts",
+        "messages",
+    )
