@@ -44,6 +44,8 @@ PLACEHOLDER_SUFFIX = ".example"
 """Suffix of the placeholder host names in the multi-node files (RFC 2606 keeps them unresolvable)."""
 IMAGE_HOST = re.compile(r"(\*\.)?[a-z0-9_.-]+(:\d+)?|[0-9a-f:]*:[0-9a-f:.]*|\[[0-9a-f:.]+\](:\d+)?", re.IGNORECASE)
 """A host from which images are fetched: a name or address, and maybe a port."""
+MAX_FILE_MB = 63
+"""Largest file of an image that fits in a message between processes, of 64 MiB."""
 MAX_NAME_CHARS = 100
 """Most characters of an adapter's name."""
 
@@ -321,6 +323,11 @@ def _size_problems(topology: Topology) -> Iterator[str]:
         yield (
             f"dp_config.router.breaker.open_s is {router.breaker.open_s:g}, more than "
             f"dp_config.router.breaker.max_open_s ({router.breaker.max_open_s:g})"
+        )
+    if router.images.max_file_mb > MAX_FILE_MB:
+        yield (
+            f"dp_config.router.images.max_file_mb is {router.images.max_file_mb}: routers send instances files of at "
+            f"most {MAX_FILE_MB} MiB"
         )
     if deadlines.lease_s < 2 * deadlines.heartbeat_interval_s:
         prefix = "dp_config.router.pd_disaggregation.deadlines"

@@ -201,6 +201,11 @@ NO_FORM = {
 """Families that are refused for a reason of their own."""
 
 
+def has_vision(folder: str | Path) -> bool:
+    """Return whether the model in a folder has a part for images, whatever becomes of it here."""
+    return bool(read_json(Path(folder) / "config.json").get("vision_config"))
+
+
 def form_of(folder: str | Path) -> ImageForm | str:
     """Return how the prompts of the model in a folder have images, or why they cannot have any: a sentence."""
     found = image_model_of(folder)

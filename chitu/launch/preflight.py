@@ -32,6 +32,7 @@ from chitu.engine.memory_budget import (
     weight_problems,
 )
 from chitu.errors import ConfigError
+from chitu.images.forms import form_of, has_vision
 from chitu.models.adapters import read_adapters
 from chitu.models.checkpoint import WeightCount, check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
@@ -96,6 +97,10 @@ class ModelFacts(msgspec.Struct, frozen=True):
     weights: WeightCount = WeightCount()
     quantization: str = ""
     """How they are quantised; empty if they are not."""
+    images: str = ""
+    """Fingerprint (hex) of what makes patches of images; empty if requests have none."""
+    why_no_images: str = ""
+    """Why requests have none although the model has a part for images and the topology asks for it."""
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -143,6 +148,10 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
         found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, count, words)
         require_tokenizer(path)
         read_adapters(topology.model.adapters, spec, path)
+        if topology.model.images != "off" and has_vision(path):
+            form = form_of(path)
+            of_images = {"why_no_images": form} if isinstance(form, str) else {"images": form.fingerprint.hex()}
+            found = msgspec.structs.replace(found, **of_images)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)
     except OSError as error:
@@ -187,6 +196,11 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
         form = f", weights in {model.quantization}" if model.quantization else ""
         text = f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}{form}"
         yield Finding(Level.OK, "model", text)
+    if model.images:
+        yield Finding(Level.OK, "images", f"requests may have them; fingerprint of their processor {model.images[:8]}")
+    elif model.why_no_images:
+        text = f"the model sees images, but requests can have none: {model.why_no_images}"
+        yield Finding(Level.WARNING, "images", text)
 
 
 def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:

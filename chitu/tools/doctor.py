@@ -536,10 +536,15 @@ def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield Finding(Level.ERROR, "model", f"the nodes have different models at the same path: {says}", cure)
     elif hashes:
         yield Finding(Level.OK, "model", f"the same on {len(hashes)} nodes")
+    of_images = {node.host: node.model.images for node in nodes if node.model.images}
+    if len(set(of_images.values())) > 1:
+        says = ", ".join(f"{host} has {value[:8]}" for host, value in of_images.items())
+        cure = "use one preprocessor_config.json, and the same versions of transformers and pillow"
+        yield Finding(Level.ERROR, "images", f"the nodes would make other patches of an image: {says}", cure)
 
 
 def same_versions(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    for name in ("torch", "pyzmq", "msgspec", "mooncake-transfer-engine", "nixl", "triton"):
+    for name in ("torch", "transformers", "pillow", "pyzmq", "msgspec", "mooncake-transfer-engine", "nixl", "triton"):
         versions = {node.host: node.libraries[name] for node in nodes if name in node.libraries}
         if len(set(versions.values())) > 1:
             says = ", ".join(f"{host} has {version}" for host, version in versions.items())

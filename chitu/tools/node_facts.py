@@ -36,6 +36,7 @@ LIBRARIES = {
     "torch": "",
     "transformers": "",
     "tokenizers": "",
+    "pillow": "",
     "pyzmq": "",
     "msgspec": "",
     "fastapi": "",

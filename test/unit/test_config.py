@@ -451,6 +451,7 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
         ("dp_config.router.cors_origins=[https://a.example/]", "cors_origins has 'https://a.example/', which no"),
         ("dp_config.router.cors_origins=['*',a.example]", "cors_origins has 'a.example', which no"),
         ("dp_config.router.cors_origins=[https://A.example]", "cors_origins has 'https://A.example', which no"),
+        ("dp_config.router.images.max_file_mb=64", "files of at most 63 MiB"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.images.hosts=[https://a.example]", "images.hosts has 'https://a.example', which is no host"),
         ("dp_config.router.images.hosts=[a.example/b]", "images.hosts has 'a.example/b', which is no host"),

@@ -28,7 +28,14 @@ HOSTS = [f"dp_config.router.host={A}"] + [
 ]
 PD = "dp_config.router.pd_disaggregation"
 CARDS = NodeDevices(tuple(Device(str(k), f"GPU-{k}", "NVIDIA H200", 141 * GIB) for k in range(1)), "nvidia-smi lists 1")
-VERSIONS = {"torch": "2.11.0", "transformers": "5.0", "tokenizers": "0.22", "pyzmq": "27", "msgspec": "0.20"}
+VERSIONS = {
+    "torch": "2.11.0",
+    "transformers": "5.0",
+    "tokenizers": "0.22",
+    "pillow": "12.0",
+    "pyzmq": "27",
+    "msgspec": "0.20",
+}
 VERSIONS |= {"fastapi": "0.1", "uvicorn": "0.3", "triton": "3.6", "nixl": "1.5.1"}
 VERSIONS |= {"mooncake-transfer-engine-cuda13": "0.3.14"}
 SOUND = NodeFacts(
@@ -44,7 +51,7 @@ SOUND = NodeFacts(
     rdma=Rdma({"mlx5_0": "ACTIVE"}, "nvidia_peermem"),
     available_bytes=64 * GIB,
     binds=(Bind("dp_config.router.port", A, 21003),),
-    model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096),
+    model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096, images="b" * 32),
     weights=WeightCount(1 << 20),
     master_addr=A,
 )
@@ -113,6 +120,11 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
         *((), Level.ERROR, "Address already in use", "--port"),
     ),
     ("model", {"model": ModelFacts("/m", "model.path: /m is not a folder")}, (), Level.ERROR, "not a folder", ""),
+    (
+        "images",
+        {"model": ModelFacts("/m", hash="a" * 32, why_no_images="the folder has no preprocessor_config.json")},
+        *((), Level.WARNING, "requests can have none: the folder has no preprocessor_config.json", ""),
+    ),
     ("master", {"master_addr": "127.0.0.1"}, (), Level.ERROR, "loopback", f"the router's address, {A}"),
     ("other master", {"master_addr": "10.9.9.9"}, (), Level.WARNING, "10.9.9.9", "unset it"),
     (
@@ -184,6 +196,10 @@ def test_the_wheels_with_cuda_need_more_libraries() -> None:
     [
         ({"unreachable": (f"{A}:29800: timed out",)}, Level.ERROR, f"{B} does not reach {A}:29800: timed out"),
         ({"model": ModelFacts("/models/m", hash="b" * 32)}, Level.ERROR, "different models at the same path"),
+        (
+            {"model": ModelFacts("/models/m", hash="a" * 32, max_model_len=4096, images="c" * 32)},
+            *(Level.ERROR, "would make other patches of an image: 10.0.0.1 has bbbbbbbb, 10.0.0.2 has cccccccc"),
+        ),
         ({"clock_ahead_s": -70.0}, Level.WARNING, f"clock of {B} is 70.0 s behind"),
         ({"libraries": {**VERSIONS, "torch": "2.13.0"}}, Level.WARNING, "versions differ"),
         ({"host": "10.0.0.9"}, Level.ERROR, f"the node {B} has not reported"),
