@@ -105,6 +105,37 @@ def _mistral3() -> Any:
     )
 
 
+def _glm4v_moe() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    others = {"image_start_token_id": 494, "image_end_token_id": 495, "video_start_token_id": 496}
+    return transformers.Glm4vMoeConfig(
+        text_config={**TEXT, **experts, "head_dim": 16, "rope_parameters": rope, "pad_token_id": 0},
+        vision_config={**QWEN_TOWER, "image_size": 64},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        video_end_token_id=497,
+        **others,
+    )
+
+
+def _internvl() -> Any:
+    return transformers.InternVLConfig(
+        text_config=transformers.Qwen2Config(**TEXT),
+        vision_config={**PLAIN_TOWER, "image_size": [28, 28], "patch_size": [7, 7]},
+        image_token_id=IMAGE,
+        image_seq_length=4,
+    )
+
+
 @dataclass(frozen=True)
 class Picture:
     """An image as the image process leaves it, and its place in a prompt."""
@@ -151,6 +182,12 @@ def _pixtral_picture(size: Size, generator: torch.Generator) -> Picture:
     )
 
 
+def _tiled_picture(size: Size, generator: torch.Generator) -> Picture:
+    tiles = 1 + size[0] % 3
+    patches = {"pixel_values": torch.randn(tiles, 3, 28, 28, generator=generator)}
+    return Picture(patches, [START, *[IMAGE] * 4 * tiles, END], [(1, 4 * tiles, 0)], (0, 0, 0))
+
+
 def _joined(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
     """Return the arguments of a whole model for these images."""
     parts = {name: [picture.patches[name] for picture in pictures] for name in pictures[0].patches}
@@ -181,6 +218,8 @@ FAMILIES_WITH_VISION = {
     "qwen3_5": ImageFamily("Qwen3_5ForConditionalGeneration", _qwen3_5),
     "gemma3": ImageFamily("Gemma3ForConditionalGeneration", _gemma3, _gemma_picture, "token_type_ids"),
     "mistral3": ImageFamily("Mistral3ForConditionalGeneration", _mistral3, _pixtral_picture, ""),
+    "glm4v_moe": ImageFamily("Glm4vMoeForConditionalGeneration", _glm4v_moe),
+    "internvl": ImageFamily("InternVLForConditionalGeneration", _internvl, _tiled_picture, ""),
 }
 
 

@@ -93,7 +93,7 @@ class TextParts:
     def take_vision(self) -> None:
         """Have the part for images loaded, too. Raises UnsupportedModel if there is none that could be used."""
         if self.body is self.decoder:
-            raise UnsupportedModel("it has no part for images")
+            raise UnsupportedModel(f"{type(self.head).__name__} has no body that calls its decoder with features")
         if why := why_blind(self.body):
             raise UnsupportedModel(why)
         self.vision_names = names_beside(self.body, self.decoder)
