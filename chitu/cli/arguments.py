@@ -157,6 +157,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "--adapter", metavar="DIR", action="append", default=[], help="LoRA adapter of that engine (repeatable)"
     )
     _add_router(command, source)
+    command.add_argument(
+        "--images", metavar="DIR", action="append", default=[], help="folder with files of their images (repeatable)"
+    )
     command.add_argument("--device", default="cpu", help="device of the engine that is started (default: cpu)")
     command.add_argument(
         "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"

@@ -260,6 +260,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             url=arguments.url if arguments.model is None else None,
             model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
             adapters=tuple(arguments.adapter),
+            images=tuple(arguments.images),
             device=arguments.device,
             concurrency=arguments.concurrency,
             timeout_s=arguments.timeout,

@@ -16,7 +16,7 @@ import binascii
 import hashlib
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -26,8 +26,6 @@ from chitu.protocol.receipt import ReceiptImage, ReceiptSampling
 
 LEAST_FILE_CHARS = 4096
 """Shorter texts stay in the body."""
-_BASE64 = re.compile(rf'[",]([A-Za-z0-9+/]{{{LEAST_FILE_CHARS},}}+={{0,2}}+)"')
-"""A whole JSON string, or what follows the comma of a data URL. Possessive: its time is linear in the body."""
 
 
 class BodyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +99,15 @@ def unpack(data: bytes) -> KeptRequest:
     return record
 
 
+def base64_texts(body: str, least_chars: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the base64 texts of a JSON text that have so many characters, and that their bytes would be written as:
+    whole strings, and what follows the comma of data URLs. Yields first place, end, and bytes. Its time is linear."""
+    pattern = rf'[",]([A-Za-z0-9+/]{{{least_chars},}}+={{0,2}}+)"'  # possessive
+    for match in re.finditer(pattern, body):
+        if (data := _decoded(match[1])) is not None:
+            yield match.start(1), match.end(1), data
+
+
 def without_files(record: KeptRequest) -> tuple[KeptRequest, dict[str, bytes]]:
     """Return the record without the long base64 texts of its body and without what was fetched, and the bytes of each
     by its SHA-256 (hex)."""
@@ -116,13 +123,11 @@ def without_files(record: KeptRequest) -> tuple[KeptRequest, dict[str, bytes]]:
         move(0, data, url)
     pieces: list[str] = []
     start = num_chars = 0
-    for match in _BASE64.finditer(record.body):
-        text = _decoded(match[1])
-        if text is not None:
-            pieces.append(record.body[start : match.start(1)])
-            num_chars += len(pieces[-1])
-            move(num_chars, text)
-            start = match.end(1)
+    for first, end, data in base64_texts(record.body, LEAST_FILE_CHARS):
+        pieces.append(record.body[start:first])
+        num_chars += len(pieces[-1])
+        move(num_chars, data)
+        start = end
     if not places:
         return record, found
     body = "".join([*pieces, record.body[start:]])

@@ -12,7 +12,7 @@ signature: anyone who changes a field can make a new one, which only a replay fi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -55,6 +55,18 @@ def images_told(images: Iterable[ImagePart], files: Mapping[bytes, bytes], finge
         ReceiptImage(each.key.hex(), len(files[each.key]), each.grid, [*each.spans], fingerprint.hex())
         for each in images
     ]
+
+
+def why_other_images(before: Sequence[ReceiptImage], now: Sequence[ReceiptImage]) -> str:
+    """Return why images are not those that they were; empty if they are, wherever their rows lie."""
+    if len(before) != len(now):
+        return f"there were {len(before)} images, and are {len(now)} now"
+    for number, (old, new) in enumerate(zip(before, now, strict=True), 1):
+        if old.fingerprint != new.fingerprint:
+            return f"they were for another image processor (fingerprint {old.fingerprint}, not {new.fingerprint})"
+        if old.key != new.key:
+            return f"image {number} is another one now"
+    return ""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

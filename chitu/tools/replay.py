@@ -2,7 +2,8 @@
 answers. Blocking; in the caller's thread.
 
 The engine is a unified one with the model's folder that is started here, or any running cluster. It gets the prompt's
-ids and the sampling of the receipt, without its prefix cache, and its tokens are compared. At the first difference:
+ids and the sampling of the receipt, and the images that it names, without its prefix cache, and its tokens are
+compared. A prompt whose images are not found is not judged. At the first difference:
 
 * A greedy answer that only logits decide is judged by `parity.compare`: every token, after those that were taken. The
   limit follows what rounding does to the engine's own answer to the same prompt.
@@ -27,8 +28,9 @@ from chitu.launch.plan import Entries
 from chitu.launch.router_client import RouterClient
 from chitu.models.config import read_model_spec
 from chitu.protocol import KVLayout
-from chitu.protocol.kept_request import DamagedFile, KeptRequest, unpack
-from chitu.protocol.receipt import Receipt, changed_fields, sealed
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, base64_texts, unpack
+from chitu.protocol.receipt import Receipt, changed_fields, sealed, why_other_images
+from chitu.tools.replay_images import KnownFiles
 from chitu.tools.verify.parity import Place, compare, damage_on_its_way, differences, limit_of
 from chitu.tools.verify.probe import CheckedRequest, Impossible, MovedSums, Prober, Score
 from chitu.tools.verify.run import EngineShape, engine, layout_of
@@ -42,6 +44,8 @@ AS_THEY_ARE = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
+LEAST_IMAGE_CHARS = 40
+"""Base64 of the smallest image of a snapshot's body that is looked for."""
 PAGE_SIZE = 16
 """Page size of the engine that is started."""
 
@@ -54,6 +58,8 @@ class Saved(NamedTuple):
     """First page that did not land on D as P wrote it, if the answer has checksums (`return_page_sums`)."""
     logprobs: tuple[float, ...] = ()
     """Logprobs of its tokens, if the answer has them; those of a stream are not read."""
+    files: tuple[bytes, ...] = ()
+    """What may be images of its prompt: of a snapshot, which has the body."""
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -69,7 +75,9 @@ def read_receipts(name: str, text: str) -> list[Saved]:
     snapshot. Raise Impossible, with the line, for anything else."""
     if SNAPSHOT.match(text):
         try:
-            return [Saved(_of_snapshot(unpack(text.encode())))]
+            record = unpack(text.encode())
+            files = [data for _, _, data in base64_texts(record.body, LEAST_IMAGE_CHARS)] if record.images else []
+            return [Saved(_of_snapshot(record), files=(*files, *record.fetched.values()))]
         except DamagedFile as error:
             raise Impossible(f"{name} is a damaged snapshot: {error}") from error
     try:
@@ -170,8 +178,8 @@ class _Shown(msgspec.Struct, frozen=True):
         return tuple(value for value in each if value is not None)
 
 
-def replay(saved: Saved, prober: Prober, layout: KVLayout) -> Replayed:
-    """Replay a receipt and judge it. `layout`: that of the prober's engine."""
+def replay(saved: Saved, prober: Prober, layout: KVLayout, files: KnownFiles) -> Replayed:
+    """Replay a receipt and judge it. `layout`: that of the prober's engine. `files`: images that it may name."""
     receipt, model_hash, dtype = saved.receipt, layout.model_hash, layout.dtype
     if changed := changed_fields(receipt):
         says = f"changed since it was made: {', '.join(changed)}"
@@ -190,15 +198,19 @@ def replay(saved: Saved, prober: Prober, layout: KVLayout) -> Replayed:
             says = f"the engine has no LoRA adapter with the hash {receipt.adapter_hash} ({receipt.model!r}); give its "
             return Replayed(receipt.request_id, "unjudged", f"{says}folder with --adapter, beside --model")
         prober = replace(prober, model=names[receipt.adapter_hash])
-    if receipt.images:
-        says = f"its prompt has {len(receipt.images)} images: a receipt names them, and has no files to compute them of"
-        return Replayed(receipt.request_id, "unjudged", says)
     if not receipt.prompt_token_ids or not receipt.token_ids:
         return Replayed(receipt.request_id, "unjudged", "it has no tokens")
     try:
-        own = prober.ask(0, receipt.prompt_token_ids, False, **fields_of(receipt), logprobs=0)
+        fields = fields_of(receipt)
+        if receipt.images:
+            prober = replace(prober, images=files.urls(receipt.images, saved.files))
+            fields["return_receipt"] = True
+        own = prober.ask(0, receipt.prompt_token_ids, False, **fields, logprobs=0)
         if own.error:
             raise Impossible(own.error)
+        if own.images != tuple(receipt.images):
+            why = why_other_images(receipt.images, own.images) or "their rows are others"
+            raise Impossible(f"the engine does not have the images of the receipt: {why}")
         has_each = len(saved.logprobs) == len(receipt.token_ids)  # with `echo` there are more
         return judge(receipt, own, prober.scores, dtype, saved.logprobs if has_each else ())
     except Impossible as error:
@@ -283,6 +295,8 @@ class ReplayOptions:
     """Checkpoint folder of the engine to start."""
     adapters: tuple[str, ...] = ()
     """Folders of its LoRA adapters."""
+    images: tuple[str, ...] = ()
+    """Folders with files of images."""
     device: str = "cpu"
     """Device of the engine that is started."""
     concurrency: int = 2
@@ -295,6 +309,7 @@ class ReplayOptions:
 def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callable[[str], None]) -> list[Replayed]:
     """Return a result for each receipt. Raise Impossible if there is no engine for them, and the errors of
     `LocalCluster` and `RouterClient`."""
+    files = KnownFiles(options.images)
     with contextlib.ExitStack() as stack:
         if options.url is not None:
             client = RouterClient(options.url, api_key())
@@ -316,4 +331,4 @@ def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callabl
         prober = Prober(client, cluster.model, 1, options.timeout_s)
         say(f"replaying {len(saved)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:
-            return list(pool.map(lambda one: replay(one, prober, layout), saved))
+            return list(pool.map(lambda one: replay(one, prober, layout, files), saved))

@@ -453,7 +453,7 @@ async def test_a_request_goes_on_with_its_own_images_alone(
     kept = KeptRequests(of, model, router, bodies, routes, none, FakeClock())  # type: ignore[arg-type]
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-    says = {"processor": "another image processor", "file": "image 0 of the", "number": "has 1, and its body 0"}
+    says = {"processor": "another image processor", "file": "image 1 is another", "number": "were 1 images, and are 0"}
     if change:
         assert not sent and says[change] in caplog.text
     else:

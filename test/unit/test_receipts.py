@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,9 +18,11 @@ from chitu.errors import InvalidRequest
 from chitu.http.answer.proof import receipt_of
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import Finish, Grammar, ImagePart, KVLayout, Reasoning, SamplingParams, image_key, pack_i32
+from chitu.protocol.kept_request import KeptRequest, pack
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, images_told, sealed
 from chitu.router.generation import Generation
-from chitu.tools.replay import Saved, fields_of, judge, read_receipts, replay
+from chitu.tools.replay import Replayed, Saved, fields_of, judge, read_receipts, replay
+from chitu.tools.replay_images import KnownFiles
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Prober, Score
 
 
@@ -150,8 +155,65 @@ def test_a_receipt_names_the_images_and_is_not_replayed_without_them() -> None:
     assert [image.is_of(each) for each in (file, b"PNG", b"")] == [True, False, False]
     assert changed_fields(msgspec.structs.replace(one, images=[])) == ["images"]
     assert "images" not in receipt_of("m", layout, made, 1).digests, "without one it is as receipts always were"
-    result = replay(Saved(again), Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout)
-    assert result.verdict == "unjudged" and "1 image" in result.says, result
+    result = replay(Saved(again), Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout, KnownFiles())
+    assert result.verdict == "unjudged" and f"image 1 (key {image.key}, 3 bytes) is missing" in result.says, result
+
+
+@pytest.mark.parametrize("told", ["", "key", "fingerprint", "spans", "none"])
+@pytest.mark.parametrize("has_body", [True, False])
+def test_a_replay_has_the_images_of_the_receipt_or_says_what_is_other(
+    tmp_path: Path, has_body: bool, told: str
+) -> None:
+    """Files are found in a folder, or in the body of a snapshot, by their hashes. The engine's own receipt must name
+    the same images: an engine of another version may prepare them otherwise."""
+    files = [b"first", b"second"]
+    parts = [ImagePart(image_key(file, b"p" * 16), ((n, 1, 0),), (1, 1, 1)) for n, file in enumerate(files)]
+    images = images_told(parts, {part.key: file for part, file in zip(parts, files, strict=True)}, b"p" * 16)
+    one = receipt(images=images)
+    changed = {"key": {"key": "ab"}, "fingerprint": {"fingerprint": "cd"}, "spans": {"spans": [(2, 1, 0)]}}
+    seen = [images[0], msgspec.structs.replace(images[1], **changed.get(told, {}))][: 0 if told == "none" else 2]
+    asked: list[dict[str, Any]] = []
+
+    def post(path: str, body: dict[str, Any], timeout_s: float, request_id: str = "") -> tuple[str, bytes]:
+        asked.append(body)
+        attempt = {"prefill": None, "decode": "U0", "continued_tokens": 0, "cached_tokens": 0, "kv_bytes": None}
+        proof = {"choices": [{"attempts": [attempt | {"first_token_s": 0.1}]}], "receipt": {"images": seen}}
+        choice = {"token_ids": one.token_ids, "text": "", "logprobs": None}
+        usage = {"prompt_tokens": 2, "completion_tokens": 3}
+        return "", msgspec.json.encode({"choices": [choice], "chitu": proof, "usage": usage})
+
+    if not has_body:
+        for n, file in enumerate([b"third!", *files]):
+            (tmp_path / f"{n}.png").write_bytes(file)
+    known = KnownFiles(() if has_body else (str(tmp_path),))
+    client = cast(RouterClient, SimpleNamespace(post=post, url="http://a"))
+    layout = KVLayout.uniform(one.model_hash, 2, 2, 16, 16, "float32", 99)
+    result = replay(Saved(one, files=tuple(files) if has_body else ()), Prober(client, "m", 1, 1.0), layout, known)
+    urls = tuple(f"data:;base64,{b64encode(file).decode()}" for file in files)
+    assert [(body["images"], body["prompt"], body["return_receipt"]) for body in asked] == [(urls, [5, 6], True)]
+    says = {"key": "image 2 is another", "fingerprint": "another image processor", "spans": "rows are others"}
+    if told:
+        assert result.verdict == "unjudged" and (says | {"none": "are 0 now"})[told] in result.says, result
+    else:
+        assert result == Replayed("r", "same")
+
+
+def test_a_snapshot_of_a_request_with_images_has_their_files() -> None:
+    file, processor = bytes(range(40)), b"p" * 16
+    part = ImagePart(image_key(file, processor), ((0, 1, 0),))
+    told = images_told((part,), {part.key: file}, processor)
+    body = json.dumps({"url": f"data:image/png;base64,{b64encode(file).decode()}"})
+    kept = KeptRequest(
+        **{"kept": 1, "chitu": "0", "request_id": "r", "tenant": "", "route": "chat", "body": body, "created_s": 1},
+        **{"expires_s": 1.0, "left_s": 1.0, "model_hash": "ab", "dtype": "float32", "prompt_token_ids": [6]},
+        **{"images": told, "sampling": receipt().sampling, "token_ids": [7], "logprobs": []},
+        fetched={"https://a/b": b"other"},
+    )
+    (saved,) = read_receipts("f", pack(kept).decode())
+    assert saved.receipt.images == told and saved.files == (file, b"other")
+    assert KnownFiles().urls(saved.receipt.images, saved.files)
+    with pytest.raises(Impossible, match="cannot be read: No such file"):
+        KnownFiles(["/nowhere"])
 
 
 def score(logprob: float, top: int, top_logprob: float) -> Score:
@@ -211,7 +273,7 @@ def test_a_saved_answer_whose_pages_were_damaged_is_different_whatever_its_token
     (saved,) = read_receipts("f", msgspec.json.encode(answer).decode())
     assert saved.logprobs == (-0.5, -1.0, -2.0) and saved.damage is not None
     layout = KVLayout.uniform(one.model_hash, 2, 2, 16, 16, "bfloat16", 99)
-    result = replay(saved, Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout)
+    result = replay(saved, Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout, KnownFiles())
     assert result.verdict == "different" and "page 4, layer 0, in that layer alone" in result.says, result
     sums["landed"] = sums["sent"]
     (right,) = read_receipts("f", msgspec.json.encode(answer).decode())

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,7 @@ from chitu.net.http import Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack
-from chitu.protocol.receipt import ReceiptImage, ReceiptSampling, images_told
+from chitu.protocol.receipt import ReceiptSampling, images_told, why_other_images
 from chitu.router.generation import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
@@ -293,8 +293,8 @@ class KeptRequests:
             raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.asked.adapter!r}")
         prompt = parsed.prompts[0]
         told = images_told(prompt.images, parsed.files, parsed.image_fingerprint)
-        if [each.key for each in told] != [each.key for each in record.images]:
-            raise InvalidRequest(why_other_images(record, told))
+        if why := why_other_images(record.images, told):
+            raise InvalidRequest(f"images of the kept request: {why}")
         prompt.images = tuple([each.part for each in record.images])
         prompt.token_ids, prompt.num_tokens = pack_i32(ids), len(ids)
         if parsed.asked.cache_salt is not None:
@@ -426,19 +426,6 @@ class KeptRequests:
         reader.logprobs = list(source.kept_logprobs or ())
         _copy_end(source, reader)
         reader.wake()
-
-
-def why_other_images(record: KeptRequest, now: Sequence[ReceiptImage]) -> str:
-    """Return why the images of the body are not those that the request began with. `now`: what this router makes of
-    it."""
-    if len(now) != len(record.images):
-        return f"images: the kept request has {len(record.images)}, and its body {len(now)} on this router"
-    pairs = enumerate(zip(record.images, now, strict=True))
-    place, (before, after) = next((n, pair) for n, pair in pairs if pair[0].key != pair[1].key)
-    if before.fingerprint != after.fingerprint:
-        processors = f"{before.fingerprint}, not {after.fingerprint}"
-        return f"images: the kept request began with another image processor (fingerprint {processors})"
-    return f"images: image {place} of the kept request is another one now"
 
 
 def _copy_end(source: Generation, reader: Generation) -> None:

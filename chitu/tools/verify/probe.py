@@ -20,6 +20,7 @@ from chitu.errors import ChituError, Integrity
 from chitu.known_types import known
 from chitu.launch.router_client import RouterClient
 from chitu.net.client import EventParser
+from chitu.protocol.receipt import ReceiptImage
 
 Pair = tuple[str | None, str]
 """Names of P and D; P is None with a unified instance."""
@@ -79,6 +80,8 @@ class CheckedRequest:
     """Text of the answer; of a stream its deltas, concatenated."""
     logprobs: tuple[float, ...] = ()
     """Logprobs of `tokens`, if requested."""
+    images: tuple[ReceiptImage, ...] = ()
+    """Its images, if a receipt was requested."""
 
     @property
     def pair(self) -> Pair | None:
@@ -102,12 +105,15 @@ class Prober:
     model: str
     max_tokens: int
     timeout_s: float
+    images: tuple[str, ...] = ()
+    """Images of its prompts of token ids, as URLs."""
 
     def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> CheckedRequest:
         """Send one request, greedy and without the prefix cache unless `options` override it. Return errors, too."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
         body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        body |= self._images
         request_id = uuid.uuid4().hex
         try:
             _, reply = self.client.post("/v1/completions", body | options, self.timeout_s, request_id)
@@ -119,7 +125,7 @@ class Prober:
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
         """Return the scores of the last `count` of these tokens. Raise Impossible if the engine does not give them."""
-        body = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 1}
+        body = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 1, **self._images}
         try:
             reply = json.loads(self._post("/v1/completions", body)[1])
             entries = reply["choices"][0]["prompt_logprobs"][len(token_ids) - count :]
@@ -128,6 +134,10 @@ class Prober:
             raise Impossible(f"{self.client.url}: {error.code}: {error.message}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise Impossible(f"{self.client.url} gave no logprobs of a prompt: {error!r}") from error
+
+    @property
+    def _images(self) -> dict[str, Any]:
+        return {"images": self.images} if self.images else {}
 
     def token_ids(self, text: str) -> list[int]:
         ids: list[int] = json.loads(self._post("/tokenize", {"model": self.model, "prompt": text})[1])["tokens"]
@@ -169,8 +179,13 @@ class _ProvenChoice(msgspec.Struct, frozen=True):
     attempts: list[_ProvenAttempt]
 
 
+class _ProvenReceipt(msgspec.Struct, frozen=True):
+    images: list[ReceiptImage] = []
+
+
 class _ProvenAnswer(msgspec.Struct, frozen=True):
     choices: list[_ProvenChoice]
+    receipt: _ProvenReceipt = _ProvenReceipt()
 
 
 class _ProvenUsage(msgspec.Struct, frozen=True):
@@ -197,8 +212,10 @@ def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> 
             logprobs += (choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"]
     if proof is None or usage is None:
         raise ValueError("the answer came without return_proof's object: this is no router of this version of chitu")
-    served = _served(msgspec.convert(proof, known(_ProvenAnswer)), msgspec.convert(usage, known(_ProvenUsage)))
-    return CheckedRequest(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
+    proven = msgspec.convert(proof, known(_ProvenAnswer))
+    served = _served(proven, msgspec.convert(usage, known(_ProvenUsage)))
+    images = tuple(proven.receipt.images)
+    return CheckedRequest(number, request_id, tuple(tokens), "", served, text, tuple(logprobs), images)
 
 
 def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
