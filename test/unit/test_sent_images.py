@@ -513,3 +513,42 @@ def test_rows_of_lines_are_spans_of_one_image() -> None:
     first, second = images.parts
     assert first == ImagePart(b"y", ((1, 2, 0), (4, 2, 2)), (0, 0, 0))
     assert second == ImagePart(b"x", ((8, 3, 0),), (1, 1, 3))
+
+
+def test_a_prompt_of_token_ids_that_has_the_rows_is_taken_with_its_images(folder: Path) -> None:
+    """As `chitu replay` asks for what a chat was: the same ids, parts and files."""
+    asked = Asked(folder)
+    chat = asked.chat(user(part(RED), {"type": "text", "text": "between"}, part(TALL), part(RED)))
+    ids = unpack_i32(chat.prompts[0].token_ids).tolist()
+    given = [url(RED), url(TALL), url(RED)]
+    again = asked.read("completion", {"prompt": ids, "images": given})
+    assert again.prompts[0].token_ids == chat.prompts[0].token_ids and again.prompts[0].num_tokens == len(ids)
+    assert again.prompts[0].images == chat.prompts[0].images and again.files == chat.files
+    assert again.image_fingerprint == chat.image_fingerprint != b""
+    row = asked.form.token_id
+    at = ids.index(row)
+    for prompt, images, says in (
+        (ids, [url(TALL), url(RED), url(RED)], r"images\[0\]: the prompt does not have its 10 tokens"),
+        (ids, given[:2], "rows of images beyond those of its 2"),
+        (ids, [*given, url(RED)], r"images\[3\]: the prompt does not have"),
+        ([*ids[:at], row, *ids[at:]], given, r"images\[1\]: the prompt does not have its 10 tokens"),
+        (ids[: at + 2], given[:1], r"images\[0\]: the prompt does not have its 4 tokens"),
+        ([ids, ids], given, "images: only with one prompt of token ids"),
+        ("text", given, "images: only with one prompt of token ids"),
+        (ids, ["https://a/b"], "fetches none"),
+    ):
+        with pytest.raises(InvalidRequest, match=says):
+            asked.read("completion", {"prompt": prompt, "images": images})
+
+
+def test_rows_in_lines_are_found_in_token_ids() -> None:
+    from chitu.http.ask.image_files import ReadFile, SentImage
+    from chitu.http.ask.images import SentImages
+
+    images = SentImages(ServedVision(ImageForm("P", "P", 7, bytes(16)), ImagesConfig()), {}, False)
+    images._sent = [SentImage("a", "data:"), SentImage("b", "data:")]
+    lines = ImageLayout((Run(7, 2), Run(8, 1, False), Run(7, 2), Run(9, 1, False)))
+    images._files = [ReadFile(b"y", b"", lines), ReadFile(b"x", b"", ImageLayout((Run(7, 3),), (1, 1, 3)))]
+    ids = [1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7]
+    assert images.contracted(ids) == [1, 7, 2, 7]
+    assert images.expanded(images.contracted(ids), "P", []) == ids

@@ -303,9 +303,6 @@ class GenerationRoutes:
                 )
                 for i in range(options.n)
             ]
-            if prompt.images:
-                for request in requests:
-                    request.images, request.files = prompt.images, parsed.files
             while requests:
                 sent = self._router.add_choices(requests, running.wakeup.set, is_admitted=total > 1)
                 requests = requests[len(sent) :]

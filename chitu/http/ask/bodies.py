@@ -400,6 +400,10 @@ class CompletionBody(GenerationBody, kw_only=True):
     ] = msgspec.field(default_factory=msgspec.Raw)
     """Undecoded JSON, because it can be as large as the body, and its first characters decide how it is decoded
     (`prompts_of`)."""
+    images: Annotated[
+        list[str] | None,
+        note("URLs of the images of one prompt of token ids, which has the rows of each: what `chitu replay` sends"),
+    ] = None
     echo: Annotated[bool | None, note("the prompt before the text, and its logprobs before the others")] = None
     logprobs: Annotated[
         _NumLogprobs | bool | None,

@@ -138,6 +138,24 @@ class SentImages:
             return text
         return text.replace(self.form.placeholder, self.form.written)
 
+    def contracted(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt that has the rows of all images already, with the token of an image in the place
+        of each, as `expanded` takes them. InvalidRequest if it has others."""
+        token, found, at = self.form.token_id, list[int](), 0
+        self.place(range(len(self)))
+        for i in self._order:
+            rows = [run.token_id for run in self._files[i].layout.runs for _ in range(run.count)]
+            start = ids.index(rows[0], at) if rows[0] in ids[at:] else len(ids)
+            if list(ids[start : start + len(rows)]) != rows:
+                where = self.where(i)
+                raise InvalidRequest(f"{where}: the prompt does not have its {len(rows)} tokens in its place", where)
+            found += [*ids[at:start], token]
+            at = start + len(rows)
+        found += ids[at:]
+        if found.count(token) != len(self):
+            raise InvalidRequest(f"prompt: it has rows of images beyond those of its {len(self)}", "prompt")
+        return found
+
     def expanded(self, ids: list[int], literal: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids with the rows of the images. `literal`: text of the token that stands for an image.
         InvalidRequest if there are more of these than images."""

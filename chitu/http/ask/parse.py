@@ -57,9 +57,12 @@ class BodyParser:
 
     def completion(self, body: CompletionBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
         adapter = self.model.adapter_of(body.model)
-        given = prompts_of(body.prompt, "prompt")
+        given, images = prompts_of(body.prompt, "prompt"), None
+        if body.images:
+            images = self._images_of_ids(body.images, given, context)
+            given = [images.contracted(given[0])]
         rules = Rules(DEFAULT_COMPLETION_TOKENS, body.add_special_tokens is not False)
-        parsed = self._parsed(body, given, rules, context, warnings)
+        parsed = self._parsed(body, given, rules, context, warnings, images)
         parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
         return parsed
 
@@ -90,6 +93,18 @@ class BodyParser:
         """Return what gets the images of a chat; None if the model sees none."""
         vision = self.model.vision
         return None if vision is None else SentImages(vision, context.fetched, context.reads_images)
+
+    def _images_of_ids(self, urls: Sequence[str], given: Sequence[Any], context: ParseContext) -> SentImages:
+        """Return the images of a prompt of token ids, read."""
+        images = self.images(context)
+        if images is None:
+            raise InvalidRequest("images: this model sees none", "images")
+        if len(given) != 1 or isinstance(given[0], str):
+            raise InvalidRequest("images: only with one prompt of token ids, which has their rows", "images")
+        for i, url in enumerate(urls):
+            images.mark(f"images[{i}]", url)
+        self.read_images(images, context)
+        return images
 
     def read_images(self, images: SentImages | None, context: ParseContext) -> None:
         """Read the files of images, whose errors have the names of the body that they are in. ImagesWanted if that is
@@ -174,7 +189,7 @@ class BodyParser:
             reasoning = None
         param = "tool_choice" if tools.is_required else "tools"
         rules = Rules(None, bool(body.add_special_tokens), None if calls is None else (calls, param), reasoning, caps)
-        parsed = self._parsed(body, [text], rules, context, warnings, chat)
+        parsed = self._parsed(body, [text], rules, context, warnings, chat.images or None, chat.messages)
         if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
             # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
@@ -190,20 +205,21 @@ class BodyParser:
         rules: Rules,
         context: ParseContext,
         warnings: list[str],
-        chat: RenderedChat | None = None,
+        images: SentImages | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> ParsedRequest:
+        """`images`: those of the one prompt, which has a token for each; `messages`: what it was rendered from."""
         asked = AskedAnswer(body, rules, self.model, context, len(given))
         # The prompt of a chat is rendered from its messages.
         is_chat = rules.default_tokens is None
         param = "messages" if is_chat else "prompt"
-        images = chat.images or None if chat is not None else None
         prompts: list[Prompt] = []
         for entry in given:
             context.require_client()
             most = asked.kept if images is None else None
             ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, most)
-            if chat is not None and images is not None:
-                ids = self.with_images(ids, images, chat.messages)
+            if images is not None:
+                ids = self.with_images(ids, images, messages)
                 if asked.kept is not None and len(ids) > asked.kept:
                     raise InvalidRequest(
                         "truncate_prompt_tokens: a prompt with images is not cut", "truncate_prompt_tokens"
