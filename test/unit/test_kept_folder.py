@@ -342,7 +342,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "")
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
-    async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
+    async def parse_again(route: str, raw: bytearray, fetched: dict[str, bytes]) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="", asked=RequestOptions(priority=-1))
 
     def require_priority(tenant: str, priority: int) -> None:
@@ -400,7 +400,7 @@ async def test_a_request_goes_on_with_the_content_of_its_adapter_alone(tmp_path:
 
     options = OutputOptions(1, False, False, (), False, True, False)
 
-    async def parse_again(route: str, raw: bytearray) -> ParsedRequest:
+    async def parse_again(route: str, raw: bytearray, fetched: dict[str, bytes]) -> ParsedRequest:
         return ParsedRequest([Prompt(b"", 0, "")], [SamplingParams(10)], options, asked=RequestOptions(adapter="sql"))
 
     bodies, none = SimpleNamespace(parse_again=parse_again), lambda *given: None
@@ -422,7 +422,7 @@ async def test_a_request_goes_on_with_its_own_images_alone(
     of = folder(tmp_path, max_age_s=1e12)
     told = images_told(parts, {key: image}, processor)
     ids = [*range(10)]
-    of.write(with_pictures(image, expires_s=1e12, prompt_token_ids=ids, images=told))
+    of.write(with_pictures(image, expires_s=1e12, prompt_token_ids=ids, images=told, fetched={"https://a/b": b"file"}))
     now = b"q" * 16 if change == "processor" else processor
     seen = picture(2) if change == "file" else image
     found_now = ImagePart(image_key(seen, now), ((3, 4, 0), (9, 2, 4)), (1, 2, 3))
@@ -444,8 +444,8 @@ async def test_a_request_goes_on_with_its_own_images_alone(
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None), decoder_of=lambda *given: decoder)
     options = OutputOptions(1, False, False, (), False, True, False)
 
-    async def parse_again(route: str, raw: bytearray) -> ParsedRequest:
-        assert b64encode(image) in raw
+    async def parse_again(route: str, raw: bytearray, fetched: dict[str, bytes]) -> ParsedRequest:
+        assert b64encode(image) in raw and fetched == {"https://a/b": b"file"}
         prompt, files = Prompt(b"", 0, "", images=images), {each.key: seen for each in images}
         return ParsedRequest([prompt], [SamplingParams(10)], options, files=files, image_fingerprint=now)
 
@@ -468,7 +468,7 @@ async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, mon
     router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "")
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
-    async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
+    async def parse_again(route: str, raw: bytearray, fetched: dict[str, bytes]) -> SimpleNamespace:
         raise Capacity("the body processes are busy")  # the file stays for the next look
 
     bodies, none = SimpleNamespace(parse_again=parse_again), cast(Any, None)

@@ -3,11 +3,13 @@ them, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.image_files import image_file, png_bomb, saved
@@ -17,7 +19,7 @@ from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.image_files import ImageReader
 from chitu.http.ask.images import MARK, ServedVision, joined, marked
 from chitu.http.ask.parsed import ClusterFacts, ParsedRequest, TokensAnswer
-from chitu.http.ask.reader import BodyWork, ReadBody, WantedImages
+from chitu.http.ask.reader import BodyReader, BodyWork, ReadBody, WantedImages
 from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.ask.turns import ChatTurns
 from chitu.http.table import READERS
@@ -552,3 +554,35 @@ def test_rows_in_lines_are_found_in_token_ids() -> None:
     ids = [1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7]
     assert images.contracted(ids) == [1, 7, 2, 7]
     assert images.expanded(images.contracted(ids), "P", []) == ids
+
+
+async def test_what_was_fetched_goes_to_the_next_router_and_is_not_fetched_again(folder: Path) -> None:
+    """By then its host may be gone, or have another image there."""
+    place, other = "https://img.example/a.png", "https://img.example/b.png"
+    asked, hosts = Asked(folder, hosts=("img.example",)), {place: RED, other: TALL}
+    fetches: list[str] = []
+
+    class Fetcher:
+        @contextlib.asynccontextmanager
+        async def files(self, wanted: dict[str, str], client: bytes) -> AsyncIterator[dict[str, bytes]]:
+            fetches.extend(wanted)
+            yield {url: bytes(bytearray(hosts[url])) for url in wanted}
+
+    class Here:
+        async def do(self, task: ReadBody, raw: bytes, client: bytes = b"") -> Any:
+            return asked.here.read(task, raw, lambda: None)
+
+    router = SimpleNamespace(candidates=SimpleNamespace(serving=[], why_unusable=lambda: ""))
+    reader = BodyReader(
+        cast(Any, asked.model), cast(Any, router), Here(), False, lambda scope: b"", READERS, cast(Any, Fetcher())
+    )
+    reader._facts = lambda: FACTS  # type: ignore[method-assign]
+    parts = [{"type": "image_url", "image_url": {"url": each}} for each in (place, other, place)]
+    raw = bytearray(json.dumps({"model": "m", "messages": [user(*parts, part(WIDE))]}).encode())
+    first = await reader.parse_again("chat", raw, {})
+    assert fetches == [place, other] and first.fetched == hosts
+    assert all(any(each is file for file in first.files.values()) for each in first.fetched.values())
+    hosts.clear()
+    again = await reader.parse_again("chat", raw, first.fetched)
+    assert fetches == [place, other] and again.files == first.files
+    assert again.prompts[0].images == first.prompts[0].images

@@ -179,6 +179,7 @@ class KeptRequests:
             tenant=answer.tenant,
             route=origin.endpoint.name,
             body=bytes(origin.body).decode(),
+            fetched=origin.parsed.fetched,
             created_s=origin.created_s,
             expires_s=now_s + self._folder.config.max_age_s,
             left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
@@ -270,7 +271,7 @@ class KeptRequests:
 
     async def _parsed(self, record: KeptRequest) -> TakenUp:
         """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
-        parsed = await self._bodies.parse_again(record.route, bytearray(record.body.encode()))
+        parsed = await self._bodies.parse_again(record.route, bytearray(record.body.encode()), record.fetched)
         limits = self._model.limits(self._router.candidates)
         if limits is None:
             raise NoInstance(self._router.candidates.why_unusable())

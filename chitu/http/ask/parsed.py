@@ -108,6 +108,8 @@ class ParsedRequest(msgspec.Struct):
     """The tokens of the answer are those that the context has room for, fewer than asked for."""
     files: dict[bytes, bytes] = {}
     """Files of its images, by `ImagePart.key`."""
+    fetched: dict[str, bytes] = {}
+    """Those of them that were fetched, by URL: what the next router continues the request with."""
     image_fingerprint: bytes = b""
     """`ImageForm.fingerprint` of what prepares them, if it has any: receipts and kept requests name it."""
 

@@ -174,12 +174,12 @@ class BodyReader:
             raise self._router.rejected(error) from None
         return parsed
 
-    async def parse_again(self, route: str, raw: bytearray) -> ParsedRequest:
+    async def parse_again(self, route: str, raw: bytearray, fetched: dict[str, bytes]) -> ParsedRequest:
         """Return the parsed request of a body that an earlier router accepted, including its grammar. InvalidRequest if
-        this one has no such endpoint."""
+        this one has no such endpoint. `fetched`: `ParsedRequest.fetched` of that router."""
         if route not in self._readers:
             raise InvalidRequest(f"there is no endpoint {route!r}")
-        parsed: ParsedRequest = await self._work_on(ReadBody(route, self._facts()), raw, b"")
+        parsed: ParsedRequest = await self._work_on(ReadBody(route, self._facts(), fetched=fetched), raw, b"")
         return parsed
 
     async def tokens(self, route: str, raw: bytes | bytearray, exchange: Exchange) -> TokensAnswer:
@@ -219,13 +219,19 @@ class BodyReader:
 
     async def _with_images(self, task: ReadBody, raw: bytes | bytearray, client: bytes, wanted: WantedImages) -> Any:
         """Return what a body with images says: it is read again, where files are read."""
-        if not wanted.urls:
-            return await self._executor.do(msgspec.structs.replace(task, reads_images=True), raw, client)
+        task = msgspec.structs.replace(task, reads_images=True)
+        urls = {url: where for url, where in wanted.urls.items() if url not in task.fetched}
+        if not urls:
+            return await self._executor.do(task, raw, client)
         if self._fetcher is None:
             raise InvalidRequest("this server fetches no images")
-        async with self._fetcher.files(wanted.urls, client) as files:
-            task = msgspec.structs.replace(task, reads_images=True, fetched=files)
-            return await self._executor.do(task, raw, client)
+        async with self._fetcher.files(urls, client) as files:
+            task = msgspec.structs.replace(task, fetched={**task.fetched, **files})
+            found = await self._executor.do(task, raw, client)
+        if isinstance(found, ParsedRequest):
+            own = found.files.values()  # the same bytes, which need not be in memory twice
+            found.fetched = {url: next((each for each in own if each == data), data) for url, data in files.items()}
+        return found
 
     async def _verdict(self, task: JudgeGrammar, client: bytes) -> InvalidRequest | None:
         grammar, key = task.grammar, (client, task.grammar)
