@@ -150,6 +150,10 @@ class SlotTable:
         tokens = np.array(unpack_i32(admit.token_ids), dtype=np.int64)
         if not 0 < len(tokens) <= self.max_model_len:
             raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
+        if admit.images:
+            if self.images is None:
+                raise Internal(f"slot {admit.slot}: this model sees no images")
+            self.images.admit(admit.slot, admit.images, len(tokens))
         sequence = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
         if admit.state_slot != -1:
             if not 0 <= admit.state_slot < self._num_state_slots or admit.state_slot in self._state_owners:
@@ -159,10 +163,6 @@ class SlotTable:
             sequence.digest = digest_of(admit.token_ids[: 4 * admit.kv_len])
         if admit.adapter:
             self._adapters[admit.slot] = admit.adapter
-        if admit.images:
-            if self.images is None:
-                raise Internal(f"slot {admit.slot}: this model sees no images")
-            self.images.admit(admit.slot, admit.images, len(tokens))
         self._sequences[admit.slot] = sequence
         return tokens
 

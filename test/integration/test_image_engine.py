@@ -52,7 +52,7 @@ class Pair:
     """P and D, whose rows are recorded, and the whole model."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.theirs = write_vision_checkpoint(folder, name)
+        self.name, self.theirs = name, write_vision_checkpoint(folder, name)
         self.requests = [PictureRequest.of(name, sizes, seed, lead) for seed, (sizes, lead) in enumerate(PROMPTS)]
         self.prefill, self.decode = (self._engine(folder, sampling) for sampling in (False, True))
         self.planted: Planted = lambda batch: batch
@@ -102,11 +102,11 @@ class Pair:
             images = list(request.images)
             for index, image in enumerate(images):  # the first are known at admission, the others later
                 if index == 0:
-                    images[index] = type(image)(image.start, image.length, image.grid, self.rows_of(slot, index))
+                    images[index] = with_fields(image, rows=self.rows_of(slot, index))
                 else:
                     place.append(PlaceImage(slot, index, self.rows_of(slot, index)))
             admit = self.prefill.admit(slot, request.tokens, len(request.tokens) + COUNT, sampling=None)
-            admits.append(_with(admit, images=tuple(images)))
+            admits.append(with_fields(admit, images=tuple(images)))
         plan, done = StepPlan(admit=admits, place=place), [0] * len(self.requests)
         while any(at < len(request.tokens) for at, request in zip(done, self.requests, strict=True)):
             for slot, request in enumerate(self.requests):
@@ -135,7 +135,7 @@ class Pair:
             self.decode.pool.aux_logits[slot] = self.prefill.pool.aux_logits[slot]
             if admit.state_slot >= 0:
                 self.decode.pool.state_rows[there.state_slot] = self.prefill.pool.state_rows[admit.state_slot]
-            moved.append(_with(there, images=request.images if knows_images else ()))
+            moved.append(with_fields(there, images=request.images if knows_images else ()))
         return moved
 
     def generate(self, admits: Sequence[Admit]) -> list[list[int]]:
@@ -170,8 +170,9 @@ class Pair:
         return float((own - theirs[positions.start : positions.stop]).abs().max() / theirs.abs().max())
 
 
-def _with(admit: Admit, **fields: Any) -> Admit:
-    return type(admit)(**{name: fields.get(name, getattr(admit, name)) for name in admit.__struct_fields__})
+def with_fields(record: Any, **fields: Any) -> Any:
+    """Return a record of a plan with other fields."""
+    return type(record)(**{name: fields.get(name, getattr(record, name)) for name in record.__struct_fields__})
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES_WITH_VISION))
@@ -182,6 +183,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_rows_of_p_and_of_d_are_those_of_transformers(pair: Pair, record_property: Callable[..., None]) -> None:
     assert pair.prefill.runner.info.image_rows == IMAGE_ROWS
+    assert pair.prefill.runner.info.whole_images == (pair.name == "gemma3")
     for chunk in (1, 37, 512):
         on_p, on_d = pair.run(chunk)
         record_property(f"chunks of {chunk}", f"P {max(on_p):.1e}, D {max(on_d):.1e}")

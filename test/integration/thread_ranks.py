@@ -15,6 +15,7 @@ import torch
 from engine_checkpoints import PAGE_SIZE, Engine, GreedySampler
 
 from chitu.engine.build import load_model
+from chitu.engine.image_features import image_table
 from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
@@ -114,12 +115,13 @@ class Ranks:
         recording: Recording | None = None,
         main: Callable[[ModelRunner], Any] = lambda runner: runner,
         rank: Callable[[Meeting, int], ThreadRank] = ThreadRank,
+        image_rows: int = 0,
     ) -> None:
         """Load the model on every rank. `sampler` replaces argmax on the main rank. `main` puts something around its
         runner, `rank` makes each rank, and `ops` the operations of each. All else: as of `Engine`."""
         self._mtp_tokens, self._num_slots, self._max_model_len = mtp_tokens, num_slots, max_model_len
         self._ops, self._recording = ops, recording
-        self._window_state = window_state
+        self._window_state, self._image_rows = window_state, image_rows
         self.spec = with_draft_layer(with_window_state(read_model_spec(path, 1024), window_state), drafts)
         self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
@@ -153,6 +155,7 @@ class Ranks:
             adapters=self._adapters,
             window_state=self._window_state,
             drafts=self.spec.has_draft_layer,
+            images=self._image_rows > 0,
         )
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
@@ -160,7 +163,10 @@ class Ranks:
         pool = KVPool(layout, num_pages, num_aux, has_scratch=recording is not None, num_state_slots=9)
         self.pools.append(pool)
         sizes = self._num_slots, self._max_model_len
-        return ModelRunner(self.spec, model, pool, *sizes, sampler, recording, mtp_tokens=self._mtp_tokens)
+        images = image_table(model, self._image_rows, pool.device)
+        return ModelRunner(
+            self.spec, model, pool, *sizes, sampler, recording, mtp_tokens=self._mtp_tokens, images=images
+        )
 
     pages = Engine.pages
     admit = Engine.admit

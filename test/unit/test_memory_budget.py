@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,17 @@ from chitu.config.schema import CacheConfig, InstanceConfig
 from chitu.config.topology import find_instance
 from chitu.engine.memory_budget import (
     CPU_POOL_LIMIT_BYTES,
+    DEFAULT_IMAGE_ROWS,
     GIB,
     DeviceMemory,
     HostMemory,
+    ImageMemory,
     PoolPlan,
     device_pages,
     expert_problems,
     held_share,
     kv_layout,
+    num_image_rows,
     num_pages_for,
     plan_pool,
     reserve_bytes,
@@ -122,12 +126,18 @@ def test_no_room_is_a_sentence_with_the_numbers():
         device_pages(0.9, DeviceMemory(80 * GIB, 40 * GIB, 16 * GIB), 2 * GIB, GIB, PAGE, 10**6)
 
 
-def plan(role: Role, memory: HostMemory | DeviceMemory | None, *overrides: str, tp_rank: int = 0) -> PoolPlan:
+def plan(
+    role: Role,
+    memory: HostMemory | DeviceMemory | None,
+    *overrides: str,
+    tp_rank: int = 0,
+    images: ImageMemory = ImageMemory(),
+) -> PoolPlan:
     """Return the plan of an instance of a 1P1D on one card, of the embedded model in float32."""
     topology = load_topology("pd_disagg_1p1d_local", [*ON_ONE_CARD, f"model.path={TINY_MODEL_DIR}", *overrides])
     spec = read_model_spec(TINY_MODEL_DIR, None)
     layout = kv_layout(spec, topology.cache.page_size, "float32", 1, "hash", "float32")
-    return plan_pool(topology, find_instance(topology, role, 0), tp_rank, spec, layout, "float32", memory, 64)
+    return plan_pool(topology, find_instance(topology, role, 0), tp_rank, spec, layout, "float32", memory, 64, images)
 
 
 def test_pages_that_are_asked_for_are_planned_whatever_the_memory_is():
@@ -142,6 +152,24 @@ def test_a_plan_takes_no_more_than_its_part_of_the_memory_and_no_more_than_can_b
     few = "scheduler.max_running_requests=2"
     plenty = [plan(Role.DECODE, memory, few).num_pages for memory in (HostMemory(64 * GIB), CARD)]
     assert plenty[0] == plenty[1] < CARD.free_bytes // page_bytes, "bounded by what can be in use"
+
+
+def test_features_of_images_come_out_of_what_pages_would_have():
+    page_bytes = kv_layout(read_model_spec(TINY_MODEL_DIR, None), 16, "float32", 1, "hash", "float32").bytes_per_page
+    images = ImageMemory(64, 30 * page_bytes, 10 * page_bytes)
+    scarce = HostMemory(400 * page_bytes)
+    assert plan(Role.PREFILL, scarce, images=images).num_pages == 20, "the tower's own needs are not of the pool"
+    card = replace(CARD, total_bytes=8 * GIB, own_bytes=GIB)
+    lost = plan(Role.PREFILL, card).num_pages - plan(Role.PREFILL, card, images=images).num_pages
+    assert lost in (39, 40, 41)
+    assert plan(Role.PREFILL, None, "cache.num_pages=77", images=images).images == images
+
+
+def test_the_rows_for_features_are_as_many_as_asked_for_or_the_largest_image_has():
+    spec = read_model_spec(TINY_MODEL_DIR, None)
+    assert num_image_rows(CacheConfig(image_rows=99), spec) == 99
+    assert num_image_rows(CacheConfig(), spec) == spec.max_model_len < DEFAULT_IMAGE_ROWS
+    assert num_image_rows(CacheConfig(), replace(spec, max_model_len=10**6)) == DEFAULT_IMAGE_ROWS
 
 
 def test_only_the_main_rank_has_rows_for_logits():
