@@ -45,7 +45,6 @@ from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
-    CoordinationMessage,
     CoordinationReply,
     GroupPlace,
     Heartbeat,
@@ -55,6 +54,7 @@ from chitu.protocol import (
     Leave,
     LoadReport,
     LostInstance,
+    MemberMessage,
     ViewChange,
 )
 from chitu.protocol.weights import WeightsOrder, WeightsReport
@@ -201,7 +201,7 @@ class PDCoordination:
         """Return what has changed since the last call, which `view` includes from now on; see `ViewSender`."""
         return self._feed.next_change()
 
-    def on_message(self, message: CoordinationMessage, identity: bytes = b"") -> CoordinationReply | None:
+    def on_message(self, message: MemberMessage, identity: bytes = b"") -> CoordinationReply | None:
         """Handle one message of an instance; return the reply, if it has one."""
         if isinstance(message, Join):
             try:

@@ -3,7 +3,7 @@
 The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the time, and the
 processes of members on this machine, whose deaths it reports to the core. Owned by the router process, on its loop
 thread. It reports events to the request router, and writes the trace records that instances send. It has no part in
-requests; the HTTP API asks it through `Cluster`.
+requests, but that it sends instances the files of their images; the HTTP API asks it through `Cluster`.
 
 Invariants: every message is decoded and checked before the core sees it; bad ones are counted. Changes of the view are
 published at most every `GATHER_S`, together, and routed by from then on; a loss counts at once. Nothing here but a
@@ -13,8 +13,10 @@ whole view for a reader that asks has the size of the cluster.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+from collections.abc import Callable
 from itertools import islice
 
 import msgspec
@@ -34,6 +36,8 @@ from chitu.protocol import (
     VIEW_TOPIC,
     CoordinationReply,
     Drain,
+    FetchImage,
+    ImageFile,
     InstanceInfo,
     RequestFailed,
     TraceLines,
@@ -65,13 +69,16 @@ class Membership:
         router: PDRequestRouter,
         traces: TraceFiles,
         index: int = 0,
+        find_file: Callable[[bytes], bytes | None] = lambda key: None,
     ) -> None:
-        """Call on the running loop. `index`: that of this router in `router.hosts`."""
+        """Call on the running loop. `index`: that of this router in `router.hosts`. `find_file` returns the file of an
+        image of a running request."""
         pd = config.pd_disaggregation
         self.interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
         self._router = router
         self._traces = traces
+        self._find_file = find_file
         self._suffix = f".{index}" if index else ""  # several routers may share the folder
         self._loop = asyncio.get_running_loop()
         self.coordination = PDCoordination(
@@ -208,9 +215,22 @@ class Membership:
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
             raise BadFrame(f"a coordination message of {len(frames)} frames; two are expected (identity, payload)")
-        reply = self.coordination.on_message(coordination_codec.decode(frames[1]), frames[0])
+        message = coordination_codec.decode(frames[1])
+        if isinstance(message, FetchImage):
+            self._send_file(frames[0], message.key)
+            return
+        reply = self.coordination.on_message(message, frames[0])
         if reply is not None:
             self._send(frames[0], reply)
+
+    def _send_file(self, identity: bytes, key: bytes) -> None:
+        """Answer with the file of an image of a running request. It is queued without a copy; one that cannot be queued
+        is asked for again."""
+        data = self._find_file(key)
+        answer = ImageFile(key, is_here=False) if data is None else ImageFile(key, data)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(encode(answer), zmq.NOBLOCK, copy=False)
 
     def _send(self, identity: bytes, reply: CoordinationReply) -> None:
         try:

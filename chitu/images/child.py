@@ -56,6 +56,7 @@ class ChildSetup(msgspec.Struct, frozen=True):
     limits: ImagesConfig
     memory_bytes: int
     """Address space that tasks may take beyond the loaded processor."""
+    task_cpu_s: float = TASK_CPU_S
 
 
 class ChildTask(msgspec.Struct, frozen=True):
@@ -230,6 +231,8 @@ def _serve(connection: socket.socket) -> None:
     except Exception as error:
         text = f"the model's image processor cannot be loaded: {error!r}"[:1000]
         connection.send(_encode(ChildAnswer(error=text, is_clients=False)))
+        while connection.recv(MAX_MESSAGE_BYTES):  # an end with unread tasks would take the answer back
+            pass
         return
     _bound_memory(setup.memory_bytes)
     connection.send(_encode(ChildAnswer()))
@@ -238,7 +241,7 @@ def _serve(connection: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
         if not message:
             return
-        signal.setitimer(signal.ITIMER_PROF, TASK_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, setup.task_cpu_s)
         answer = _encode(_answer(processor, _task_decoder.decode(message), files))
         for file in files:
             os.close(file)
@@ -301,6 +304,10 @@ class ImageChild:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
 
     def ask(self, task: ChildTask, files: Sequence[int] = ()) -> None:
         """Hand it a task; at once, as it has no other. ChildEnded if it has ended."""

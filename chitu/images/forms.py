@@ -160,8 +160,9 @@ def _of_pixtral(folder: _Folder) -> _Parts:
     token = folder.id_of(image)
     if token != folder.number("image_token_index", "image_token_id", default=token):
         raise _NoForm(f"the token {image!r} of {PROCESSOR} is not image_token_index in config.json")
-    ends = [folder.id_of(processor.get(f"image_{name}_token", f"[IMG_{name.upper()}]")) for name in ("break", "end")]
-    return _Parts(image, image, token, 0, *ends, {"patch_size": patch * merge})
+    line_end = folder.id_of(processor.get("image_break_token", "[IMG_BREAK]"))
+    end = folder.id_of(processor.get("image_end_token", "[IMG_END]"))
+    return _Parts(image, image, token, line_end=line_end, end=end, options={"patch_size": patch * merge})
 
 
 def _of_internvl(folder: _Folder) -> _Parts:

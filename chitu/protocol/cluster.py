@@ -635,6 +635,7 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
 
 
 ViewMessage = Union[ClusterView, ViewChange]
+MemberMessage = Union[Join, Leave, Drain]
 CoordinationMessage = Union[Join, Leave, Drain, FetchImage]
 CoordinationReply = Union[JoinReply, Drain, ImageFile]
 

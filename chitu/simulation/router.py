@@ -15,10 +15,10 @@ from chitu.config.schema import RouterConfig, TraceConfig
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
-    CoordinationMessage,
     CoordinationReply,
     Heartbeat,
     InstanceInfo,
+    MemberMessage,
     RequestFailed,
     ViewMessage,
 )
@@ -150,7 +150,7 @@ class SimulatedRouter:
 
     # --------------------------------------------------------------------------------------------------- what comes in
 
-    def take_coordination(self, message: CoordinationMessage) -> CoordinationReply | None:
+    def take_coordination(self, message: MemberMessage) -> CoordinationReply | None:
         """Handle a message to the coordination port, and return the reply."""
         return self.coordination.on_message(message)
 
