@@ -1,9 +1,10 @@
 """`PDSchedulerService`: composition root of a P, D or unified process. Sockets and threads, no policy.
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
-(copies between pool and host memory, if `cache.host_bytes` is set) and `heartbeat` (lease and load). The main thread
-builds everything, then waits for a signal. Ports are bound before the model loads, so a clash is found within a second.
-The instance joins the router after the warm-up, so no request arrives before it can be served.
+(copies between pool and host memory, if `cache.host_bytes` is set), `images` (files and patches of images, if the model
+has vision) and `heartbeat` (lease and load). The main thread builds everything, then waits for a signal. Ports are
+bound before the model loads, so a clash is found within a second. The instance joins the router after the warm-up, so
+no request arrives before it can be served.
 
 What the process is to others is a `_Life`: role, rank and incarnation, with the composition that serves them. It ends
 with the process, or when the instance changes its role. Then the next one begins over the same engine, sockets and
@@ -29,6 +30,8 @@ from chitu.instance.build import Build
 from chitu.instance.comm import CommLoop, HeartbeatSocket
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.image_source import NoImages
+from chitu.instance.image_thread import ImageThread
 from chitu.instance.requests import FailureReports
 from chitu.instance.role_change import QUIET_S, ChangeStep, RoleChange, next_life
 from chitu.instance.sequences import Inbox
@@ -89,9 +92,11 @@ class PDSchedulerService:
         waker: Waker,
         build: Build,
         begin_end: Callable[[bool], Callable[[], bool | None]] | None = None,
+        images: ImageThread | None = None,
     ) -> None:
         """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
-        step thread. `begin_end`: that of its group (`member_group.py`), if it is in one."""
+        step thread, as `images` does. `begin_end`: that of its group (`member_group.py`), if it is in one. `images`:
+        None if requests have none here."""
         self._deadlines = settings.deadlines
         self._comm = comm
         self._engine = engine
@@ -117,9 +122,12 @@ class PDSchedulerService:
         """To the token ports of the routers; none as long as it was only a P that draws no first tokens."""
         self._build = build
         self._begin_end = begin_end
+        self._images = images
         tokens = self._make_tokens(info)
         self._core = core = InstanceCore(
-            settings, engine, tokens, self._report_failure, RealClock(), comm.tracer, Inbox(waker)
+            *(settings, engine, tokens, self._report_failure, RealClock(), comm.tracer),
+            image_source=images or NoImages(),
+            inbox=Inbox(waker),
         )
         core.weights.on_news = self._on_weights
         self._life = self._make_life(info)
@@ -192,6 +200,8 @@ class PDSchedulerService:
             ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
         self._engine.tiers.start(ServiceThread)
+        if self._images is not None:
+            self._images.start()
         self._life.transfer.start()
         for thread in threads:
             thread.start()
@@ -207,6 +217,8 @@ class PDSchedulerService:
         if self._comm.tracer is not None:
             self._comm.tracer.close()
         self._leave()
+        if self._images is not None:
+            self._images.close()
         for thread in threads:
             thread.join(timeout=2.0)
         self._engine.tiers.close()  # its copies may need the lanes to other ranks

@@ -82,7 +82,7 @@ class RouterProcess:
         self._traces = traces = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         trace = RouterTrace(topology.trace, traces, router_name(index), clock)
         self._router = router = PDRequestRouter(Outbox(context), clock, config, trace, index)
-        self._membership = membership = Membership(config, context, router, traces, index)
+        self._membership = membership = Membership(config, context, router, traces, index, router.image_files.find)
         self._bootstrap = HTTPServer(
             BootstrapServer(lambda: membership.coordination.view, secrets).app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),

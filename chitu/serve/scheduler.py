@@ -43,8 +43,10 @@ from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
+from chitu.images.forms import image_model_of
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.instance.image_thread import ImageThread
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.state_row import StateSlots
@@ -241,7 +243,19 @@ def _build(
     followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
-    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end)
+    images = _image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
+    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
+
+
+def _image_thread(topology: Topology, comm: CommLoop, waker: Waker) -> ImageThread | None:
+    """Return what gets images for a model with vision; None if its prompts cannot have any, so that none will come."""
+    model, router = image_model_of(topology.model.path), topology.dp_config.router
+    if isinstance(model, str):
+        logger.warning("requests have no images: %s", model)
+        return None
+    addresses = [each.address for each in comm.routers]
+    retry_s = router.pd_disaggregation.deadlines.retry_interval_s
+    return ImageThread(comm.context, addresses, model, router.images, retry_s, waker.wake)
 
 
 def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:
