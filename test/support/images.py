@@ -53,6 +53,18 @@ def _offset(grid: Sequence[int], num_rows: int) -> int:
     return num_rows - max(grid[1:]) if any(grid) else 0
 
 
+def rotated_less(spans: Sequence[ImageSpan], position: int) -> int:
+    """Return how much less than its index a position is rotated. All spans of an image have its grid."""
+    total = rest = 0
+    for span in spans:
+        if not any(span.grid):
+            continue
+        rest = (rest or int(np.prod(span.grid))) - span.length
+        if not rest and span.start + span.length <= position:
+            total += _offset(span.grid, int(np.prod(span.grid)))
+    return total
+
+
 def expected_with_images(
     prompt: Sequence[int],
     images: Sequence[ImagePart],
@@ -143,19 +155,7 @@ class VisionExecutor(ChecksumExecutor):
                 if not len(rows):
                     raise InvariantViolation(f"slot {slot}: row {position} is of {span}, which is not placed")
                 token = int(self.region[rows[position - span.start]])
-        return token, rotated - self._rotated_less(slot, position)
-
-    def _rotated_less(self, slot: int, position: int) -> int:
-        """Return how much less than its index a position is rotated. An image of several spans has a grid in each."""
-        total, rest = 0, 0
-        for span in self.spans[slot]:
-            if not any(span.grid):
-                continue
-            rest = rest or int(np.prod(span.grid))
-            rest -= span.length
-            if not rest and span.start + span.length <= position:
-                total += _offset(span.grid, int(np.prod(span.grid)))
-        return total
+        return token, rotated - rotated_less(self.spans[slot], position)
 
     def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
         if self.info.whole_images:

@@ -22,10 +22,13 @@ from chitu.protocol import (
     CancelRequest,
     Codec,
     DecodeRequest,
+    FetchImage,
     Finish,
     Fork,
     Grammar,
     Heartbeat,
+    ImageFile,
+    ImagePart,
     KVArgsRegisterInfo,
     KVLayout,
     KVSums,
@@ -50,6 +53,8 @@ from chitu.protocol import (
     TransportMessage,
     UnifiedRequest,
     ViewChange,
+    coordination_codec,
+    coordination_reply_codec,
     encode,
     pack_i32,
     pack_logprobs,
@@ -67,6 +72,7 @@ from chitu.types import Role
 ROOM = bytes(range(16))
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
+IMAGE = ImagePart(ROOM, ((1, 4, 0),), (1, 2, 2))
 LAYOUT = KVLayout.uniform("m", 1, 1, 2, 1, "float32", 8)
 NO_LOAD = {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "rates": {}, "drafts": {}}
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
@@ -297,6 +303,34 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "stamp": [5, 3, 1],
             "early": {"max_tokens": 1, "seed": 9},
         },
+    ),
+    (
+        PrefillRequest(RequestHead(ROOM, "c", pack_i32([1, 7, 7, 7, 7]), images=(IMAGE,)), 1, 7),
+        scheduler_codec,
+        "84a474797065af70726566696c6c5f72657175657374a46865616484a4726f6f6dc410000102030405060708090a0b0c0d0e0faa726571756573745f6964a163a9746f6b656e5f696473c4140100000007000000070000000700000007000000a6696d616765739193c410000102030405060708090a0b0c0d0e0f919301040093010202ab6465636f64655f72616e6b01b26465636f64655f696e6361726e6174696f6e07",
+        {
+            "type": "prefill_request",
+            "head": {
+                "room": ROOM,
+                "request_id": "c",
+                "token_ids": pack_i32([1, 7, 7, 7, 7]),
+                "images": [[ROOM, [[1, 4, 0]], [1, 2, 2]]],
+            },
+            "decode_rank": 1,
+            "decode_incarnation": 7,
+        },
+    ),
+    (
+        FetchImage(ROOM),
+        coordination_codec,
+        "82a474797065ab66657463685f696d616765a36b6579c410000102030405060708090a0b0c0d0e0f",
+        {"type": "fetch_image", "key": ROOM},
+    ),
+    (
+        ImageFile(ROOM, b"GIF"),
+        coordination_reply_codec,
+        "83a474797065aa696d6167655f66696c65a36b6579c410000102030405060708090a0b0c0d0e0fa464617461c403474946",
+        {"type": "image_file", "key": ROOM, "data": b"GIF"},
     ),
     (
         DecodeRequest(
