@@ -42,7 +42,8 @@ def prefix_names(token_ids: bytes, salt: str = "", images: Sequence[ImagePart] =
     if images:
         marks = marks_by_block(page_marks(images), BLOCK_TOKENS)
         for start in range(0, end, size):
-            name = hash((name, token_ids[start : start + size], marks.get(start // size)))
+            block, mark = token_ids[start : start + size], marks.get(start // size)
+            name = hash((name, block) if mark is None else (name, block, mark))
             names.append(name)
         return names
     for start in range(0, end, size):
