@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from support.clock import FakeClock
 from support.images import expected_with_images, image, key_of
 from support.requests import prefill_request
 
-from chitu.errors import Capacity, InvalidRequest, StepFailed, TransferStalled
+from chitu.errors import Capacity, Internal, InvalidRequest, StepFailed, TransferStalled
+from chitu.instance.images import FeatureStore, PromptImages, StoredImage
+from chitu.kv_cache import prefix_index
 from chitu.protocol import CancelRequest, Fork, ImagePart, pack_i32
 
 PROMPT = text(0, 30)
@@ -410,6 +413,65 @@ def test_a_prompt_that_gives_way_on_p_gives_up_its_rows() -> None:
     pair.run()
     pair.decode.check(1, *early)
     assert pair.prefill.executor.encoded.count(key_of(3)) == 2 and pair.prefill.gate.store.num_pinned == 0
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+def _keys_without_content(images: Any, size: int) -> dict[int, bytes]:
+    return {start // size: start.to_bytes(4, "little") for start, _ in images}
+
+
+def _reserve_pinned(store: FeatureStore, key: bytes, num_rows: int) -> StoredImage:
+    rows = np.arange(num_rows, dtype=np.int32)
+    found = store._images[key] = StoredImage(key, rows)
+    return found
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "content is missing from the page key": (prefix_index, "marks_by_block", _keys_without_content),
+    "rows are given to another image while they are pinned": (FeatureStore, "reserve", _reserve_pinned),
+    "features of other weights stay": (FeatureStore, "drop_all", lambda store: None),
+    "a chunk goes on into an image that is not placed": (
+        PromptImages,
+        "chunk_length",
+        lambda images, start, length, most: length,
+    ),
+    "rows of an image are not those of its span": (
+        PromptImages,
+        "_set_rows",
+        lambda images, index, image, found=PromptImages._set_rows: [
+            (place, rows[4:] + rows[:4]) for place, rows in found(images, index, image)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*PLANTED, None])
+def test_planted_faults_change_tokens_or_break_a_plan(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault is not None:
+        owner, name, wrong = PLANTED[fault]
+        monkeypatch.setattr(owner, name, wrong)
+
+    def serve() -> None:
+        instance = Seeing(chunk=3)
+        loads = [IMAGES, [image(3, 6, 6)], [image(1, 20, 6, side=2), image(4, 26, 3)]]
+        for index, images in enumerate(loads):
+            instance.submit(index, PROMPT, images)
+        instance.run()
+        for index, images in enumerate(loads):
+            instance.check(index, PROMPT, images)
+        instance.ask(7, PROMPT, [image(5, 6, 6, side=2), IMAGES[1]])
+        instance.change_weights(1, 1)
+        instance.run()
+        instance.ask(9, PROMPT, IMAGES)
+        instance.check_empty()
+
+    if fault is None:
+        serve()
+        return
+    with pytest.raises((AssertionError, Internal)):
+        serve()
 
 
 # ----------------------------------------------------------------------------------------------------- random loads
