@@ -16,6 +16,7 @@ from cluster import Op
 from cluster_process import PAGE_SIZE, REGION_SALT, KVExecutor, LateProcess, Memory, Process, Surroundings
 from cluster_world import Client, RoutedWorld
 from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.executors import LateExecutor
 from support.images import PumpedSource, feature, image, rotated_less
@@ -266,8 +267,7 @@ def test_choices_with_images_are_right_and_their_file_stays_until_the_last_one_e
 
 
 @settings(suppress_health_check=list(HealthCheck))
-@pytest.mark.parametrize("make", [SeeingWorld, LateSeeingWorld])
-@given(SHAPES, ROUTED_SCRIPTS)
+@given(st.sampled_from([SeeingWorld, LateSeeingWorld]), SHAPES, ROUTED_SCRIPTS)
 def test_with_images_each_client_gets_each_token_once_and_one_end(
     make: type[SeeingWorld], shape: tuple[int, int], pieces: list[list[Op]]
 ) -> None:
