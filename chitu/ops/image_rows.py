@@ -172,7 +172,7 @@ class ImageTable:
         return ImageRows(both_2M[0], features, tuple(deeper), ends_T)
 
     def _has_any(self, spans: Sequence[Span], slots: Sequence[int]) -> bool:
-        return not self._slots.keys().isdisjoint([*(span.slot for span in spans), *slots])
+        return bool(self._slots) and not self._slots.keys().isdisjoint([*(span.slot for span in spans), *slots])
 
     def _ends(
         self, spans: Sequence[Span], positions: Sequence[int], runs: Sequence[tuple[Span, PlacedSpan, int, int]]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, write_checkpoint
+from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, logits_of, write_checkpoint
 from image_checkpoints import FIRST_SPECIAL, IMAGE, Picture, PictureRequest, write_patches, write_vision_checkpoint
 from safetensors.torch import load_file, save_file
 from test_image_engine import BOUND, IMAGE_ROWS, NoSpecials, with_fields
 from thread_ranks import Ranks
 
 from chitu.engine.build import load_model
-from chitu.engine.executor import EncodeImage, PrefillChunk, StepPlan
+from chitu.engine.executor import EncodeImage, Offload, PrefillChunk, Restore, StepPlan
 from chitu.errors import ConfigError, Internal
 from chitu.models.generic import model as generic
 from chitu.models.tensors import tensors_of, why_unlike
@@ -145,13 +145,15 @@ class Seeing:
         options: dict[str, Any] = {"sampler": NoSpecials(), "image_rows": IMAGE_ROWS}
         self.engine = Engine(folder, num_pages=60, num_slots=4, max_model_len=512, **options)
         self.rows: dict[int, torch.Tensor] = {}
-        """Logits by position, of whatever slot."""
+        """Logits by position, of any slot but those of `others`."""
+        self.others: set[int] = set()
         model = self.engine.runner.model
         right = model.forward
 
         def forward(tokens: torch.Tensor, batch: Any, *others: Any) -> torch.Tensor:
             hidden = right(tokens, batch, *others)
-            self.rows.update(zip(batch.positions_T.tolist(), model.own_logits(hidden), strict=True))
+            places = zip(batch.slots_T.tolist(), batch.positions_T.tolist(), model.own_logits(hidden), strict=True)
+            self.rows |= {position: row for slot, position, row in places if slot not in self.others}
             return hidden
 
         model.forward = forward
@@ -237,6 +239,50 @@ def test_an_image_in_half_cached_pages_needs_its_features_again(
     seeing.engine.runner.forget([0])
     seeing.compute(request.tokens, placed(request, rows), 512, pages=pages, kv_len=PAGE_SIZE)
     assert min(seeing.rows) == PAGE_SIZE and seeing.error(wanted) < BOUND
+
+
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+def test_images_beside_decoding_rows_and_a_retraction(
+    name: str, folders: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """A text decodes while chunks with images are computed; then the other one is saved and goes on in another slot,
+    without features."""
+    folder, theirs = folders[name]
+    seeing, request, text = Seeing(folder), PictureRequest.of(name, [(4, 4), (2, 3)], 5, 9), list(range(12))
+    rows, runner, tokens = seeing.encode(tmp_path, request.pictures), seeing.engine.runner, request.tokens
+    outputs: dict[int, list[int]] = {0: [], 1: []}
+
+    def step(**parts: Any) -> None:
+        result = runner.execute(StepPlan(**parts))
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            outputs[min(slot, 1)].append(token)
+
+    seeing.others = {0}
+    step(admit=[seeing.engine.admit(0, text, 60)], prefill=[PrefillChunk(0, 0, 12, sample=True)])
+    admit = [with_fields(seeing.engine.admit(1, tokens, len(tokens) + 20), images=placed(request, rows))]
+    at = 0
+    while at < len(tokens):
+        end = min(at + 9, len(tokens))
+        if runner.info.whole_images:
+            end = next((i.start + i.length for i in request.images if i.start < end < i.start + i.length), end)
+        step(admit=admit, prefill=[PrefillChunk(1, at, end - at, sample=end == len(tokens))], decode=[0])
+        admit, at = [], end
+    for _ in range(3):
+        step(decode=[0, 1])
+    step(offload=[Offload(1, 77)], decode=[0])
+    emitted = [*tokens, *outputs[1]]
+    again = seeing.engine.admit(2, emitted, len(emitted) + 20, prompt_len=len(tokens), kv_len=len(emitted) - 1)
+    step(admit=[with_fields(again, images=request.images)], restore=[Restore(2, 77)], decode=[0])
+    for _ in range(4):
+        step(decode=[2])
+    assert len(outputs[1]) == 8 and seeing.error(request.reference(theirs, outputs[1])) < BOUND
+    alone = replace(request, pictures=[], tokens=text).reference(theirs, outputs[0])
+    assert outputs[0] == alone[11:-1, :FIRST_SPECIAL].argmax(-1).tolist()
+
+
+def test_a_text_is_computed_as_without_vision(folders: dict[str, tuple[Path, Any]]) -> None:
+    folder, _ = folders[QWEN]
+    assert torch.equal(logits_of(folder), logits_of(folder, image_rows=IMAGE_ROWS))
 
 
 def test_what_cannot_be_right_is_an_error_that_names_it(folders: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
