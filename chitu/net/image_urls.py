@@ -18,8 +18,13 @@ _FORBIDDEN = re.compile(r"[\x00-\x20\x7f\\]")
 """Characters that parsers of URLs disagree about."""
 _SAFE = "/?%:@!$&'()*+,;=~-._[]|"
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Addresses of clouds' own services that are none of a private range."""
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "2001::/23", "3fff::/20", "5f00::/16"),
+    )
+)
+"""Networks that not every Python knows as private: of protocols, and a cloud's own services."""
 _EMBEDDING_BITS = 32
 
 
@@ -49,7 +54,7 @@ class ImageURL(NamedTuple):
         try:
             parts = urlsplit(url)
             scheme, name, port = parts.scheme.lower(), parts.hostname or "", parts.port
-            host = name.rstrip(".") if name.isascii() else name.encode("idna").decode()
+            host = (name if name.isascii() else name.encode("idna").decode()).rstrip(".")
         except (ValueError, UnicodeError):
             raise URLRefused("is no valid URL") from None
         if scheme not in PORTS or not host:
@@ -117,7 +122,7 @@ def is_public(address: Address) -> bool:
     return (
         address.is_global
         and not (address.is_multicast or address.is_reserved or address.is_unspecified or address.is_private)
-        and address not in _METADATA
+        and not any(address in network for network in _NOT_PUBLIC)
     )
 
 
