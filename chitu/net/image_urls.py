@@ -18,12 +18,8 @@ _FORBIDDEN = re.compile(r"[\x00-\x20\x7f\\]")
 """Characters that parsers of URLs disagree about."""
 _SAFE = "/?%:@!$&'()*+,;=~-._[]|"
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_NOT_PUBLIC = tuple(
-    map(
-        ipaddress.ip_network,
-        ("192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "2001::/23", "3fff::/20", "5f00::/16"),
-    )
-)
+_PRIVATE = ("192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "2001::/23", "3fff::/20", "5f00::/16")
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, _PRIVATE))
 """Networks that not every Python knows as private: of protocols, and a cloud's own services."""
 _EMBEDDING_BITS = 32
 
