@@ -11,7 +11,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 from completions import complete_all, instance_loads, is_whole
 from draws import often
+from loop_prober import Prober, peak_bytes
 from nursery import forked
 from raw_http import RawClient, http_request
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
@@ -163,70 +163,6 @@ def costly_bodies() -> list[tuple[str, str, bytes]]:
     return bodies
 
 
-def waited_s(process: int | str, thread: int | None = None) -> float:
-    """Return the seconds in which its threads (or that one) were ready to run and had no core."""
-    tasks = Path(f"/proc/{process}/task")
-    total_ns = 0
-    for task in [tasks / str(thread)] if thread is not None else list(tasks.iterdir()):
-        try:
-            total_ns += int((task / "schedstat").read_text().split()[1])
-        except FileNotFoundError:
-            continue
-    return total_ns / 1e9
-
-
-def peak_bytes(pid: int) -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found.group(1)) << 10
-
-
-class Prober:
-    """Probes the router's loop over and over, in its own thread, and keeps the longest wait for an answer."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self._client = RawClient(cluster.ports["port"])
-        self._pid = cluster.pid("router")
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
-        self._worst_s = 0.0
-        self._num_probes = 0
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Prober:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-        self._client.close()
-
-    def take(self) -> float:
-        """Return the longest wait since the last call, less the time that the machine took. A running probe counts for
-        the call in which it ends, so wait for two."""
-        begun = self._num_probes
-        while self._num_probes < begun + 2 and self._thread.is_alive():
-            self._is_over.wait(0.001)
-        with self._lock:
-            worst_s, self._worst_s = self._worst_s, 0.0
-        return worst_s
-
-    def _run(self) -> None:
-        me = threading.get_native_id()
-        request = http_request("GET", "/livez", b"", {})
-        while not self._is_over.is_set():
-            before_s = waited_s(self._pid) + waited_s("self", me)
-            began_s = time.monotonic()
-            assert self._client.exchange(request).status == 200
-            took_s = time.monotonic() - began_s
-            taken_s = waited_s(self._pid) + waited_s("self", me) - before_s
-            with self._lock:
-                self._worst_s = max(self._worst_s, took_s - taken_s)
-            self._num_probes += 1
-            self._is_over.wait(0.002)
-
-
 class Streams:
     """Streams that run all the time; each of their tokens must arrive and be right."""
 
@@ -287,7 +223,7 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
     before_bytes = peak_bytes(router)
     stalls: dict[str, float] = {}
     statuses: dict[int, int] = {}
-    with Streams(cluster) as streams, Prober(cluster) as prober:
+    with Streams(cluster) as streams, Prober(cluster.ports["port"], router) as prober:
         for name, path, body in bodies:
             for number in range(TRIES):
                 own = body.replace(TRY, b"%03d" % number)  # otherwise the next try finds what this one has compiled
