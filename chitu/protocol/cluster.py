@@ -504,6 +504,8 @@ class InstanceInfo(Wire, frozen=True):
     num_pages: int = 0
     computes: bool = False
     """Whether it computes prompts. A D that does not (`router.slo.tpot_s` is unset) takes no whole requests."""
+    sees_images: bool = False
+    """Whether it has a vision tower, so that prompts may have images."""
     rack: str = ""
     """Its `rack` in the topology: links within one are taken to be faster until they are measured."""
     yields: bool = False

@@ -348,6 +348,7 @@ def _describe(
         pid_namespace=pid_namespace(),
         start_ticks=start_ticks(os.getpid()),
         device=_device_kind(instance),
+        sees_images=found.image_rows > 0,
         rack=instance.config.rack,
         yields=yields,
         roles=roles,

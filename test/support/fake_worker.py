@@ -228,6 +228,7 @@ class FakeWorker:
         info = InstanceInfo(
             *(role, rank, self._incarnation, options.host, port, control_port, layout),
             max_model_len=options.max_model_len,
+            sees_images=True,
             pid=os.getpid(),
             pid_namespace=pid_namespace(),
             start_ticks=start_ticks(os.getpid()),

@@ -87,7 +87,7 @@ class World:
     ) -> None:
         self.model = ServedModel.load(ModelConfig(path=str(path), served_name="m"), 0)
         layout = SimpleNamespace(vocab_size=vocab_size)
-        instance = SimpleNamespace(max_model_len=max_len, layout=layout, served_layout=layout)
+        instance = SimpleNamespace(max_model_len=max_len, layout=layout, served_layout=layout, sees_images=True)
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)

@@ -346,6 +346,13 @@ def test_a_model_that_sees_nothing_gets_a_placeholder_wherever_the_image_is(
         assert warning.startswith(f"{where}: this server serves text, so the prompt has a placeholder for ")
 
 
+def test_instances_without_the_models_vision_see_nothing_either(asked: Asked) -> None:
+    facts = ClusterFacts(ModelLimits(4096, 100_000), "", 100_000, sees_images=False)
+    raw = json.dumps({"model": "m", "messages": [user(part(RED))]}).encode()
+    parsed = asked.elsewhere.read(ReadBody("chat", facts), raw, lambda: None)
+    assert isinstance(parsed, ParsedRequest) and not parsed.prompts[0].images and len(parsed.warnings) == 1
+
+
 def test_an_image_of_the_assistant_is_a_placeholder_of_a_model_with_vision_too(asked: Asked) -> None:
     parsed = asked.chat(user(part(RED)), {"role": "assistant", "content": [part(WIDE)]}, user(text("B")))
     assert len(parsed.prompts[0].images) == 1 and "[image left out]" in asked.text(parsed)

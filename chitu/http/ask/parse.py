@@ -92,7 +92,9 @@ class BodyParser:
     def images(self, context: ParseContext) -> SentImages | None:
         """Return what gets the images of a chat; None if the model sees none."""
         vision = self.model.vision
-        return None if vision is None else SentImages(vision, context.fetched, context.reads_images)
+        if vision is None or not context.facts.sees_images:
+            return None
+        return SentImages(vision, context.fetched, context.reads_images)
 
     def _images_of_ids(self, urls: Sequence[str], given: Sequence[Any], context: ParseContext) -> SentImages:
         """Return the images of a prompt of token ids, read."""

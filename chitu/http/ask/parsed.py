@@ -171,6 +171,8 @@ class ClusterFacts(msgspec.Struct, frozen=True):
     """Reason why nothing serves; empty if there are limits."""
     vocab_size: int
     """Vocabulary size of the instances that serve; the checkpoint's while none serves."""
+    sees_images: bool = True
+    """Whether all instances that serve have the model's vision, if it has one."""
 
 
 class ParseContext(msgspec.Struct, frozen=True):

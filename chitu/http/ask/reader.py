@@ -193,7 +193,11 @@ class BodyReader:
         if self._known is None or self._known[0] is not candidates:
             limits = self._model.limits(candidates)
             why_unusable = candidates.why_unusable() if limits is None else ""
-            self._known = candidates, ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates))
+            sees_images = all([instance.sees_images for instance in candidates.serving])
+            self._known = (
+                candidates,
+                ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates), sees_images),
+            )
         return self._known[1]
 
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:

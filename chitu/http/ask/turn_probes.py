@@ -55,9 +55,11 @@ CUT = turn_of("assistant", "", tool_calls=[call_of(arguments='{"a": "a')])
 
 ASKED_IMAGE = [{**U, "content": f"a{marked(0)}a"}]
 """A chat with an image of the user."""
-_READ_IMAGE = [U, CALLS, {**result_of(), "content": f"a{marked(0)}a{marked(1)}"}]
-READ_IMAGES = (_READ_IMAGE, [*_READ_IMAGE, U], [*_READ_IMAGE, A, U])
-"""Chats with images in a result."""
+_SEEN = {**result_of(), "content": f"a{marked(0)}a{marked(1)}"}
+READ_IMAGES, READ_IMAGES_UNCALLED = (
+    ([U, before, _SEEN], [U, before, _SEEN, U], [U, before, _SEEN, A, U]) for before in (CALLS, A)
+)
+"""Chats with images in a result: of a call, and for templates that have no calls."""
 
 
 class Form(NamedTuple):

@@ -215,9 +215,11 @@ class ChatTurns:
     def _find_places_of_images(self, has_tools: bool) -> Reform:
         """Return the form in which images of results arrive."""
         reform = self._chosen(has_tools).reform
+        has_calls = self._all_arrive(probes.ONE, reform, has_tools)
+        chats = probes.READ_IMAGES if has_calls else probes.READ_IMAGES_UNCALLED
         for place in (unchanged, image_turns.moved):
             both = forms.after(place, reform)
-            if all(self._arrives_with_images(chat, both, has_tools) for chat in probes.READ_IMAGES):
+            if all(self._arrives_with_images(chat, both, has_tools) for chat in chats):
                 return place
         return image_turns.left_out
 
