@@ -86,10 +86,16 @@ COMPARISON = (
         "",
     ),
     (
-        "images, sound and video in prompts or answers; speech, transcriptions",
-        "OpenAI, Anthropic (images), vLLM, SGLang, Dynamo",
+        "images in prompts and in results of tools",
+        "OpenAI, Anthropic, vLLM, SGLang, Dynamo",
+        "yes",
+        "of models with vision, as data or a URL that is allowed ([images](images.md)); of others, see the notes",
+    ),
+    (
+        "sound and video in prompts, images and sound in answers; speech, transcriptions",
+        "OpenAI, vLLM, SGLang, Dynamo",
         "no",
-        "this server serves text, and the text part of models that also take images; for histories, see the notes",
+        "of models that also hear, the other parts are served; for histories, see the notes",
     ),
     (
         "`/v1/embeddings`, `/v1/score`, `/v1/rerank`",
@@ -291,11 +297,16 @@ and `name`, in the answer and in histories. `tool_choice` takes the name alone i
 `additional_tools` and `tool_search_output` are in the prompt as those of `tools` are, and a `tool_search` that the
 client runs is a function.
 
-What agents have in their histories does not end a session. In place of images, sound, files whose bytes are not text,
-and blocks of unknown types, the prompt has a text such as `[image left out: this model takes text alone]`, and
-`X-Chitu-Warning` names the places: in earlier turns, in results of tools, and in the user's text beside such results.
-Only if the last turn is the user's, answers no call and has such a part, the request is refused (400), since the
-question may be about it. Files and documents whose bytes are text are in the prompt. Of the Responses API, calls of
+A model with vision sees the images of the user and those in results of tools ([images](images.md)). If its chat
+template has no place for images in results, they are in the user's turn behind them, and `X-Chitu-Warning` says so.
+Images count in `usage`, `/tokenize` and `count_tokens` as the rows that they are in the prompt.
+
+What agents have in their histories does not end a session. In place of sound, files whose bytes are not text, blocks of
+unknown types, and images that the model does not see, the prompt has a text such as `[image left out: this model takes
+text alone]`, and `X-Chitu-Warning` names the places: in earlier turns, in results of tools, and in the user's text
+beside such results. Only if the last turn is the user's, answers no call and has such a part, the request is refused
+(400), since the question may be about it; an image is replaced there, too, unless the model has vision and lacks the
+image. Files and documents whose bytes are text are in the prompt. Of the Responses API, calls of
 tools that the client runs (`local_shell_call`, `shell_call`, `apply_patch_call`, `computer_call`, ...) and `mcp_call`
 are calls of functions with their outputs; an output without a call before it is text of the user. `item_reference` is
 refused, since nothing is stored.

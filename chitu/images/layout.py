@@ -21,7 +21,7 @@ class ImageForm(NamedTuple):
 
 class Run(NamedTuple):
     token_id: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
     is_image: bool = True
     """Whether its rows are rows of the image; else they are tokens, such as the end of a line."""
 

@@ -97,7 +97,7 @@ class ImageReader:
         """Raise InvalidRequest for images that together cost too much, by their headers."""
         sizes, pixels = [], 0
         for image, (key, data) in zip(images, files, strict=True):
-            size = self._known.get(key) or _told(image, lambda data=data: stored_size(data, self._limits))
+            size = self._known.get(key) or _told(image, stored_size, data, self._limits)
             pixels += size[0] * size[1]
             if pixels > ALL_PIXELS * self._limits.max_pixels:
                 raise _refused(
@@ -115,7 +115,7 @@ class ImageReader:
 
     def _decoded(self, image: SentImage, key: bytes, data: bytes) -> tuple[int, int]:
         if key not in self._known:
-            self._known[key] = _told(image, lambda: read_image(data, self._limits))
+            self._known[key] = _told(image, read_image, data, self._limits)
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -183,10 +183,12 @@ def _of_folder(image: SentImage, limits: ImagesConfig) -> bytes:
     return data
 
 
-def _told(image: SentImage, read: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-    """Return a size; an error names the image."""
+def _told(
+    image: SentImage, read: Callable[[bytes, ImagesConfig], tuple[int, int]], data: bytes, limits: ImagesConfig
+) -> tuple[int, int]:
+    """Return what `read` says of the size; an error names the image."""
     try:
-        return read()
+        return read(data, limits)
     except InvalidRequest as error:
         raise InvalidRequest(f"{image.where}: {error.message}", image.where) from None
 

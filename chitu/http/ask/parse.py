@@ -60,7 +60,7 @@ class BodyParser:
         given, images = prompts_of(body.prompt, "prompt"), None
         if body.images:
             images = self._images_of_ids(body.images, given, context)
-            given = [images.contracted(given[0])]
+            given = [images.contracted([int(token) for token in given[0]])]
         rules = Rules(DEFAULT_COMPLETION_TOKENS, body.add_special_tokens is not False)
         parsed = self._parsed(body, given, rules, context, warnings, images)
         parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)

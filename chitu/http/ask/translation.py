@@ -93,7 +93,7 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     """Add text to the last turn if it is of this role, else as a turn of its own. A line break joins texts, as it does
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
-    turn.content = text if not turn.content else joined((turn.content, text))
+    turn.content = joined((turn.content, text)) if isinstance(turn.content, str) and turn.content else text
 
 
 def without_orphans(messages: list[ChatMessage]) -> list[ChatMessage]:
