@@ -25,6 +25,11 @@ PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 BACK_END = "pil"
 """The back end of the image processors. `transformers` would choose another one, with other pixels, where torchvision
 is installed."""
+NO_FORM = {
+    "llama4": "its image processor in transformers needs torchvision, which chooses other pixels by its version",
+    "paligemma": "its whole prompt attends to itself, which is not built",
+}
+"""Families that are refused for a reason of their own."""
 MeasureKind = Literal["qwen", "glm", "lines", "tiles", "fixed"]
 """How the rows of an image follow from its size. `qwen`, `glm`: a grid of merged patches; `lines`: the same, line by
 line; `tiles`: as many for each tile; `fixed`: as many for any image."""
@@ -195,11 +200,6 @@ FAMILIES: dict[str, _Family] = {
     "internvl": _Family("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil", "tiles", _of_internvl),
 }
 """By `model_type` in config.json."""
-NO_FORM = {
-    "llama4": "its image processor in transformers needs torchvision, which chooses other pixels by its version",
-    "paligemma": "its whole prompt attends to itself, which is not built",
-}
-"""Families that are refused for a reason of their own."""
 
 
 def has_vision(folder: str | Path) -> bool:
