@@ -184,6 +184,8 @@ class PDSchedulerService:
         """Start the step thread and wait for its warm-up, which runs there as libraries keep handles and plans for each
         thread. Raise ConfigError if the model cannot be served; any other exception in it ends the process."""
         self._step.start()
+        if self._images is not None and self._life.info.role is not Role.DECODE:
+            self._images.load()
         self._is_warm.wait()
         if self._problem is not None:
             raise self._problem

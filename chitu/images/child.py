@@ -336,6 +336,12 @@ class ImageChild:
         except (OSError, msgspec.MsgspecError):  # an end is an empty message
             raise ChildEnded(self.kill()) from None
 
+    def wait(self) -> ChildAnswer:
+        """Return the answer, however long it takes within `HUNG_S`. ChildEnded as `answer`."""
+        while (answer := self.answer(1.0)) is None:
+            pass
+        return answer
+
     def kill(self) -> int:
         """End it; return its exit code."""
         self._popen.kill()

@@ -51,8 +51,8 @@ class PatchFile:
 
 
 class PatchesProcess:
-    """Makes patches of one image at a time, in a process that the first one starts. Owned by one thread, which outlives
-    the process; no call waits."""
+    """Makes patches of one image at a time, in a process that `load` or the first one starts. Owned by one thread at a
+    time, which outlives the process; no call but `load` waits."""
 
     def __init__(self, model: ImageModel, limits: ImagesConfig) -> None:
         self._setup = ChildSetup(model.spec, limits, memory_for(limits))
@@ -85,6 +85,21 @@ class PatchesProcess:
                 raise Internal(f"the process for images cannot be started: {error}") from None
             self._is_loaded = False
             logger.info("patches of images: started pid %d", self._child.pid)
+
+    def load(self) -> None:
+        """Start the process, and wait until it has loaded the image processor. Raises ChituError if it cannot."""
+        self.start()
+        assert self._child is not None
+        try:
+            found = error_of(self._child.wait())
+        except ChildEnded as error:
+            self._child = None
+            raise _end_of(error) from None
+        if found is not None:
+            self._child.kill()
+            self._child = None
+            raise found
+        self._is_loaded = True
 
     def begin(self, data: bytes) -> None:
         """Have patches made of an image's file. Internal if the process cannot be started, or has no memory for it."""

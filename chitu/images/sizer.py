@@ -20,8 +20,8 @@ TRIES = 2
 
 
 class SizerProcess:
-    """Asks the model's image processor in a process of its own (`child.py`), which the first image starts; none is
-    needed by a model whose images all have the same rows. One thread, which outlives it."""
+    """Asks the model's image processor in a process of its own (`child.py`), which `load` or the first image starts;
+    none is needed by a model whose images all have the same rows. One thread, which outlives it."""
 
     def __init__(self, model: ImageModel, limits: ImagesConfig) -> None:
         self._model = model
@@ -43,6 +43,15 @@ class SizerProcess:
     def pid(self) -> int | None:
         """Pid of its process, if it has one."""
         return None if self._child is None else self._child.pid
+
+    def load(self) -> None:
+        """Load the processor before the first image, which then waits for nothing. Raises ChituError if that is
+        impossible, as each image will."""
+        if self._child is None and self._model.spec.kind != "fixed":
+            try:
+                self._start()
+            except ChildEnded as error:
+                raise Internal(f"the process that measures images ended ({error})") from None
 
     def layout(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
         """Return the layouts of images of these widths and heights (pixels). Raises InvalidRequest for a size that the
@@ -76,7 +85,7 @@ class SizerProcess:
             try:
                 child = self._child or self._start()
                 child.ask(task)
-                return _wait(child)
+                return child.wait()
             except ChildEnded as error:
                 self._child, ended = None, str(error)
                 logger.warning("the process that measures images ended: %s", ended)
@@ -86,14 +95,8 @@ class SizerProcess:
         """Start the process, and wait until its processor is loaded."""
         child = ImageChild(ChildSetup(self._model.spec, self._limits, SPARE_BYTES))
         logger.info("sizes of images: started pid %d", child.pid)
-        if (error := error_of(_wait(child))) is not None:
+        if (error := error_of(child.wait())) is not None:
             child.kill()
             raise error
         self._child = child
         return child
-
-
-def _wait(child: ImageChild) -> ChildAnswer:
-    while (answer := child.answer(1.0)) is None:
-        pass
-    return answer

@@ -155,6 +155,14 @@ class ImageThread:
         """Pid of the process that makes patches, if it has been started."""
         return self._patches.pid
 
+    def load(self) -> None:
+        """Have the process loaded, before `start`: what it imports takes seconds, and on a slow machine a minute, which
+        no prompt is to wait for. Without it images fail one by one, and say why."""
+        try:
+            self._patches.load()
+        except ChituError as error:
+            logger.warning("images: %s", error.message)
+
     def start(self) -> None:
         self._thread = ServiceThread("images", self._run)
         self._thread.start()

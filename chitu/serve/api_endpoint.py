@@ -103,6 +103,7 @@ class ApiEndpoint:
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown, config.images)
         access = Access(config, secrets, clock)
+        self._sees_images = model.has_vision
         fetcher = ImageFetcher(config.images, config.max_total_body_bytes)
         bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client, READERS, fetcher)
         endpoint = config.otlp_endpoint
@@ -178,6 +179,11 @@ class ApiEndpoint:
         if self._router.in_flight or self._router.num_held:
             logger.warning("%d requests did not finish in time", self._router.in_flight + self._router.num_held)
             self._router.fail_all(NoInstance("the server is shutting down"))
+
+    async def start(self) -> None:
+        """Have ready what the first request is not to wait for."""
+        if self._sees_images:
+            await self._body_processes.prepare_images()
 
     def close(self) -> None:
         self._body_processes.close()

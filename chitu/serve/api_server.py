@@ -107,6 +107,7 @@ class RouterProcess:
         keep_ticking(*ticks)
         self._membership.start()
         await self._bootstrap.start()
+        await self._api.start()
         if len(router_hosts(self._routers)) > 1:
             await self._meet_instances()
         await self._http.start()

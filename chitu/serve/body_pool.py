@@ -2,7 +2,8 @@
 
 `BodyProcesses`, owned by `ApiEndpoint` on the loop thread, has four kinds of tasks, which do not wait for each other.
 One task of each kind runs at a time, so there are four processes at most, and none before the first task. One of them
-is for bodies with images alone: it decodes files of strangers, and has a child that knows the model's image processor.
+is for bodies with images alone: it decodes files of strangers, and has a child with the model's image processor; where
+the model sees images, it is started with the router.
 Clients take turns, so one waits for at most one task of each other. If a process dies in a task, the task is retried
 once. It fails if the second process dies too, or if a process uses up its CPU time. The next task gets a new process.
 
@@ -17,6 +18,7 @@ it; `HEAD` begins with another byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -38,7 +40,6 @@ from chitu.http.ask.image_files import ImageReader
 from chitu.http.ask.reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, ReadBody, too_costly
 from chitu.http.ask.served_model import ServedModel
 from chitu.http.table import READERS
-from chitu.images.layout import ImageSizer
 from chitu.images.sizer import SizerProcess
 from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
@@ -124,18 +125,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         model: ModelConfig
         images: ImagesConfig
-        model, takes_unknown, images = pickle.loads(
+        model, takes_unknown, images, reads_images = pickle.loads(
             receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size)))
         )
         served = ServedModel.load(model, 0, images)
-        served.set_reader(ImageReader(images, lambda: _sizer_of(model, images)))
+        if reads_images and served.has_vision:
+            sizer = _sizer_of(model, images)
+            with contextlib.suppress(ChituError):  # the first image will tell
+                sizer.load()
+            served.set_reader(ImageReader(images, lambda: sizer))
         serve(connection, BodyWork(served, takes_unknown, READERS))
     except (EOFError, ConnectionError):
         pass
     return 0
 
 
-def _sizer_of(model: ModelConfig, images: ImagesConfig) -> ImageSizer:
+def _sizer_of(model: ModelConfig, images: ImagesConfig) -> SizerProcess:
     sizer = SizerProcess.of(model.path, images)
     if isinstance(sizer, str):
         raise Internal(f"the model's images: {sizer}")
@@ -244,7 +249,8 @@ class BodyProcesses:
 
     def __init__(self, model: ModelConfig, takes_unknown: bool, images: ImagesConfig | None = None) -> None:
         """`images`: limits on images; None: the usual ones."""
-        self._setup = pickle.dumps((model, takes_unknown, images or ImagesConfig()))
+        setup = model, takes_unknown, images or ImagesConfig()
+        self._setups = {reads_images: pickle.dumps((*setup, reads_images)) for reads_images in (False, True)}
         self._idle: dict[bool, list[BodyProcess]] = {False: [], True: []}
         """Those without and with images."""
         self._busy: set[BodyProcess] = set()
@@ -260,6 +266,10 @@ class BodyProcesses:
     def _all(self) -> list[BodyProcess]:
         return [*self._idle[False], *self._idle[True], *self._busy]
 
+    async def prepare_images(self) -> None:
+        """Start a process for bodies with images: it needs seconds to load the model's image processor."""
+        self._idle[True].append(await BodyProcess.start(self._setups[True]))
+
     async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
         """Return or raise what `BodyWork` does for the task. Capacity if too many tasks of the client wait already."""
         is_grammar = isinstance(task, JudgeGrammar)
@@ -268,16 +278,16 @@ class BodyProcesses:
             kind = "images"
         try:
             async with self._turns[kind].turn(client):
-                return await self._do(task, raw, self._idle[kind == "images"])
+                return await self._do(task, raw, kind == "images")
         except NoPlace:
             bodies = "bodies with images" if kind == "images" else "large bodies"
             what = "grammars wait to be compiled" if is_grammar else f"{bodies} wait to be read"
             raise Capacity(f"too many of your {what} already") from None
 
-    async def _do(self, task: BodyTask, raw: bytes | bytearray, idle: list[BodyProcess]) -> object:
-        code = 0
+    async def _do(self, task: BodyTask, raw: bytes | bytearray, reads_images: bool) -> object:
+        code, idle = 0, self._idle[reads_images]
         for _ in range(TRIES):
-            process = idle.pop() if idle else await BodyProcess.start(self._setup)
+            process = idle.pop() if idle else await BodyProcess.start(self._setups[reads_images])
             self._busy.add(process)
             try:
                 found = await process.ask(task, raw)

@@ -38,6 +38,9 @@ BODY_S = 30.0
 pattern of the tokenizer."""
 GRAMMAR_S = 3.0
 """Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
+IMAGE_MARKS = (b'image"', b'"image_url"')
+"""One of these is in each body with an image. A large body with one of them goes to the process that reads images at
+once, though it may be a text that has such words."""
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""
 T = TypeVar("T")
@@ -216,6 +219,8 @@ class BodyReader:
         if _is_small(raw):
             found = self._work.read(task, raw, lambda: None)
         else:
+            if self._model.has_vision and any(mark in raw for mark in IMAGE_MARKS):
+                task = msgspec.structs.replace(task, reads_images=True)
             found = await self._executor.do(task, raw, client)
         if isinstance(found, WantedImages):
             return await self._with_images(task, raw, client, found)
