@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from cluster import Op
-from cluster_process import PAGE_SIZE, REGION_SALT, KVExecutor, LateProcess, Memory, Process, Surroundings
+from cluster_process import DEADLINES, PAGE_SIZE, REGION_SALT, KVExecutor, LateProcess, Memory, Process, Surroundings
 from cluster_world import Client, RoutedWorld
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -149,17 +149,37 @@ class LateSeeingProcess(SeeingProcess, LateProcess):
         self.device = self.late = LateExecutor(self.executor)
 
 
+def images_of(number: int, num_tokens: int) -> tuple[ImagePart, ...]:
+    rng, at, images = random.Random(number), 0, list[ImagePart]()
+    while rng.random() < 0.8:
+        name = rng.randrange(len(SIZES))
+        at += rng.randrange(4)
+        part = image(name, at, SIZES[name], spans=1 + (name == 2), side=1 + name % 2)
+        if part.end > num_tokens:
+            break
+        images.append(part)
+        at = part.end
+    return tuple(images)
+
+
 class SeeingWorld(RoutedWorld):
     process_type = SeeingProcess
     is_slow = False
     """Whether no image is prepared."""
+    images_of = staticmethod(images_of)
 
     def publish(self) -> None:
         is_new = self.router is None
         super().publish()
         if is_new and self.router is not None:
             add_choices = self.router.add_choices
-            self.router.add_choices = lambda requests, wake: add_choices([*map(with_images, requests)], wake)  # type: ignore[method-assign, misc, assignment]
+            self.router.add_choices = lambda requests, wake: add_choices([*map(self.with_images, requests)], wake)  # type: ignore[method-assign, misc, assignment]
+
+    def with_images(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with images: some or none, equal for all choices of a prompt."""
+        images = self.images_of(int(request.request_id.split("-")[0][1:]), request.num_tokens)
+        files = {each.key: each.key * 4 for each in images}
+        return msgspec.structs.replace(request, images=images, files=files)
 
     def settle_down(self, limit_s: float = 30.0) -> None:
         super().settle_down(limit_s)
@@ -174,26 +194,6 @@ class SeeingWorld(RoutedWorld):
 
 class LateSeeingWorld(SeeingWorld):
     process_type = LateSeeingProcess
-
-
-def with_images(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with images: some or none, equal for all choices of a prompt."""
-    images = images_of(int(request.request_id.split("-")[0][1:]), request.num_tokens)
-    files = {each.key: each.key * 4 for each in images}
-    return msgspec.structs.replace(request, images=images, files=files)
-
-
-def images_of(number: int, num_tokens: int) -> tuple[ImagePart, ...]:
-    rng, at, images = random.Random(number), 0, list[ImagePart]()
-    while rng.random() < 0.8:
-        name = rng.randrange(len(SIZES))
-        at += rng.randrange(4)
-        part = image(name, at, SIZES[name], spans=1 + (name == 2), side=1 + name % 2)
-        if part.end > num_tokens:
-            break
-        images.append(part)
-        at = part.end
-    return tuple(images)
 
 
 def requested(world: SeeingWorld, num_tokens: int, max_tokens: int, num_choices: int = 1) -> Client:
@@ -241,6 +241,27 @@ def test_a_prompt_waits_for_its_image_without_any_text_behind_it_and_ends_when_n
     assert world.router.counters.retries["transfer_stalled"] >= 2, "each attempt has its own deadline"
     world.is_slow = False
     world.settle_down()
+
+
+def test_images_that_come_slowly_and_out_of_order_are_no_silence_of_p() -> None:
+    world = SeeingWorld(1, 1)
+    world.turns(6)
+    world.is_slow = True
+    images = tuple(image(name, 4 + 5 * name, SIZES[name]) for name in range(3))
+    world.images_of = lambda number, num_tokens: images
+    client = world.request(22, 4)
+    assert client is not None
+    world.turns(20)
+    (p,) = world.of(Role.PREFILL)
+    assert isinstance(p, SeeingProcess)
+    for part in reversed(images):
+        began_s = world.clock.monotonic()
+        while world.clock.monotonic() < began_s + 0.8 * DEADLINES.transfer_s:
+            world.turns(1)
+        p.source.prepare(part.key)
+    world.is_slow = False
+    world.settle_down()
+    assert client.end == "finished" and world.router is not None and not world.router.counters.retries
 
 
 def test_retracted_requests_resume_behind_their_images() -> None:
