@@ -195,7 +195,7 @@ class PromptImages:
         has to reach the end of an image; 0: none can be computed now."""
         if (missing := self.next_missing) is not None:
             length = min(length, max(0, missing.start - start))
-        if self.is_whole:
+        if self.is_whole and length:
             end = start + length
             for image in self.parts[self.first :]:
                 if image.start < end < image.end:

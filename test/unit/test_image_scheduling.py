@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from image_world import SEEING, Seeing, SeeingPair, full_pages, text
+from image_world import SEEING, Eyes, Seeing, SeeingPair, full_pages, text
+from numpy.typing import NDArray
 from scheduler_world import INFO, PAGE_SIZE, room_of
 from support.clock import FakeClock
 from support.images import expected_with_images, image, key_of
 from support.requests import prefill_request
 
-from chitu.errors import Capacity, Internal, InvalidRequest, StepFailed, TransferStalled
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.errors import Capacity, DecodeLost, Internal, InvalidRequest, StepFailed, TransferStalled
 from chitu.instance.images import FeatureStore, PromptImages, StoredImage
 from chitu.kv_cache import prefix_index
 from chitu.protocol import CancelRequest, Fork, ImagePart, pack_i32
@@ -311,6 +313,66 @@ def test_features_placed_before_a_mixed_change_of_weights_are_encoded_again() ->
     instance.change_weights(1, 1)
     instance.run()
     assert instance.executor.weights == 1 and instance.executor.encoded == [key_of(1)] * 2
+    instance.check_empty()
+
+
+class StatefulEyes(Eyes):
+    """Eyes of a model with recurrent state, whose rows take in tokens, not features."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        num_pages: int,
+        page_size: int,
+        aux_rows: NDArray[np.uint8],
+        state_rows: NDArray[np.uint8],
+    ) -> None:
+        super().__init__(info, num_pages, page_size, aux_rows)
+        self._state_rows = state_rows
+
+
+def test_with_recurrent_state_a_prompt_goes_on_behind_images_and_elsewhere_if_its_step_raised() -> None:
+    instance = Seeing(executor=StatefulEyes, state_slots=6, chunk=4)
+    assert instance.ask(0, PROMPT, IMAGES) == 0
+    assert instance.ask(1, [*PROMPT[:29], *text(3, 9)], IMAGES) == 28, "behind the snapshot"
+    assert len(instance.source.asked) == 2
+    instance.submit(2, PROMPT, [image(3, 6, 6), image(4, 20, 4)])
+    instance.submit(3, text(2, 30))
+    instance.submit(4, PROMPT, [image(5, 26, 3)])
+    execute, sequences = instance.executor.execute, instance.scheduler._sequences
+
+    def failing(plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        sequence = sequences.get(room_of(2))
+        if sequence is not None and sequence.kv_len > 8 and len(plan.prefill) > 1:
+            instance.executor.execute = execute  # type: ignore[method-assign]
+            raise ValueError("once")
+        return execute(plan, on_layer)
+
+    instance.executor.execute = failing  # type: ignore[method-assign]
+    instance.run()
+    assert instance.finishes[room_of(2)].code == DecodeLost.code
+    instance.check(3, text(2, 30), [])
+    instance.check(4, PROMPT, [image(5, 26, 3)])
+    instance.check_empty()
+
+
+def test_beside_decode_steps_prompts_with_images_compute_in_their_lane() -> None:
+    instance = Seeing(lanes=2, chunk=4, info=msgspec.structs.replace(SEEING, image_rows=14))
+    instance.submit(0, text(3, 9), max_tokens=40)
+    for _ in range(6):
+        instance.step()
+    instance.submit(1, PROMPT, IMAGES)
+    instance.submit(2, PROMPT, [image(3, 1, 7), image(4, 9, 8)])
+    num_beside = 0
+    while not instance.scheduler.is_idle:
+        instance.step()
+        num_beside += instance.late.beside is not None
+        instance.late.run_next()
+        instance.late.run_beside()
+    instance.check(0, text(3, 9), [], 40)
+    instance.check(1, PROMPT, IMAGES)
+    instance.check(2, PROMPT, [image(3, 1, 7), image(4, 9, 8)])
+    assert num_beside
     instance.check_empty()
 
 
