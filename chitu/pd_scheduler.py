@@ -202,7 +202,7 @@ class PDScheduler:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
         self._ends.expire()
-        if not self._images.is_idle:
+        if self._images.asked:
             self._take_images()
         if self._beside is not None and self._beside.handle.is_done():
             self._sync_beside()

@@ -267,10 +267,11 @@ class ImageGate:
         self._most_rows = most_rows
         self._silence_s = silence_s
         self._clock = clock or RealClock()
-        self._waiting: dict[bytes, Request] = {}
+        self.waiting: dict[bytes, Request] = {}
         """Computing prompts with images that are not computed yet, by room."""
-        self._asked: dict[bytes, AskedImage] = {}
-        self._encoding: list[AskedImage] = []
+        self.asked: dict[bytes, AskedImage] = {}
+        """Images that the source was asked for and that are not dropped, by key."""
+        self.encoding: list[AskedImage] = []
         """Those that the newest plan encodes, until it is launched."""
         self._news_s = 0.0
         """When the source had something last."""
@@ -278,16 +279,6 @@ class ImageGate:
         """Images encoded since the start."""
         self.num_advances = 0
         """Images prepared and images encoded since the start: signs that prompts advance which wait for them."""
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Computing prompts with images that are not computed yet."""
-        return list(self._waiting.values())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is asked for, and nothing waits."""
-        return not (self._waiting or self._asked)
 
     def images_of(self, parts: tuple[ImagePart, ...]) -> PromptImages | None:
         """Return the images of a new sequence; None if it has none."""
@@ -302,7 +293,7 @@ class ImageGate:
         images.first = 0
         images.pass_computed(sequence.kv_len)
         if images.first < len(images.parts):
-            self._waiting[sequence.room] = sequence
+            self.waiting[sequence.room] = sequence
 
     def note_computed(self, sequence: Request) -> None:
         """Give up the features whose rows are computed by the launched steps."""
@@ -310,11 +301,11 @@ class ImageGate:
         for image in sequence.images.pass_computed(sequence.kv_len):
             self.store.unpin(image)
         if sequence.images.first == len(sequence.images.parts):
-            self._waiting.pop(sequence.room, None)
+            self.waiting.pop(sequence.room, None)
 
     def leave(self, sequence: Request) -> None:
         """Give up all that a prompt has, which computes no more, or is to begin anew. Idempotent."""
-        if self._waiting.pop(sequence.room, None) is None:
+        if self.waiting.pop(sequence.room, None) is None:
             return
         self._unplace_all(sequence)
         self._drop_unwanted()
@@ -326,7 +317,7 @@ class ImageGate:
 
     def forget(self) -> None:
         """Drop all features: they are of other weights. Prompts have those that they need encoded again."""
-        for sequence in self._waiting.values():
+        for sequence in self.waiting.values():
             self._unplace_all(sequence)
         self.store.drop_all()
 
@@ -337,7 +328,7 @@ class ImageGate:
         now_s, failed = self._clock.monotonic(), list[tuple["Request", ChituError]]()
         for image in self._source.take():
             self._news_s = now_s
-            asked = self._asked.get(image.key)
+            asked = self.asked.get(image.key)
             if asked is None:
                 self._source.drop(image.key)
             elif image.error is not None:
@@ -346,7 +337,7 @@ class ImageGate:
                 asked.patches = image.patches
                 self.num_advances += 1
         late_s = now_s - self._silence_s
-        for key, asked in list(self._asked.items()) if self._news_s < late_s else ():
+        for key, asked in list(self.asked.items()) if self._news_s < late_s else ():
             if not asked.patches and asked.since_s < late_s:
                 text = f"an image was not prepared: nothing came for {now_s - max(asked.since_s, self._news_s):.1f} s"
                 failed += self._give_up(key, TransferStalled(f"{text} (deadlines.transfer_s)"))
@@ -354,7 +345,7 @@ class ImageGate:
 
     def _give_up(self, key: bytes, error: ChituError) -> list[tuple[Request, ChituError]]:
         """Forget an image, and return the prompts that end with this error. Others ask for it once more."""
-        rooms = self._asked.pop(key).rooms
+        rooms = self.asked.pop(key).rooms
         self._source.drop(key)
         return [(each, error) for each in self._wanting(key) if each.room in rooms]
 
@@ -362,12 +353,13 @@ class ImageGate:
         """Return the prompts that wait for this image."""
         return [
             each
-            for each in self._waiting.values()
+            for each in self.waiting.values()
             if each.images is not None and any(image.key == key for image in each.images.missing)
         ]
 
     def schedule(self, waiting: Sequence[Request], plan: StepPlan) -> None:
-        """Have images encoded and placed, and ask for those to come. `waiting`: the property, the most urgent first."""
+        """Have images encoded and placed, and ask for those to come. `waiting`: the prompts of that name, the most
+        urgent first."""
         self._place(waiting, plan)
         self._ask(waiting)
 
@@ -379,7 +371,7 @@ class ImageGate:
             while (part := images.next_missing) is not None:
                 image = self.store.find(part.key)
                 if image is None:
-                    asked = self._asked.get(part.key)
+                    asked = self.asked.get(part.key)
                     if asked is None or not asked.patches or not may_encode:
                         break
                     if part.num_rows <= most_rows or not plan.encode:
@@ -389,7 +381,7 @@ class ImageGate:
                         break
                     most_rows -= part.num_rows
                     plan.encode.append(EncodeImage(asked.patches, image.rows.astype("<i4").tobytes()))
-                    self._encoding.append(asked)
+                    self.encoding.append(asked)
                     asked.num_unread += 1
                 self.store.pin(image)
                 for place, rows in images.place(image):
@@ -408,11 +400,11 @@ class ImageGate:
     def _ask(self, waiting: Sequence[Request]) -> None:
         """Ask for images in their order, as many as the region has rows for, and for the first in any case: what is
         prepared takes memory, too."""
-        num_rows, is_first = sum([asked.num_rows for asked in self._asked.values()]), True
+        num_rows, is_first = sum([asked.num_rows for asked in self.asked.values()]), True
         for sequence in waiting:
             assert sequence.images is not None
             for part in sequence.images.missing:
-                if part.key not in self._asked and part.key not in self.store:
+                if part.key not in self.asked and part.key not in self.store:
                     if num_rows + part.num_rows > self.store.num_rows and not is_first:
                         return
                     num_rows += part.num_rows
@@ -421,13 +413,13 @@ class ImageGate:
 
     def _ask_for(self, part: ImagePart, router: int) -> None:
         rooms = frozenset(each.room for each in self._wanting(part.key) if each.head.router == router)
-        self._asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
+        self.asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
         self._source.ask(part.key, router)
 
     def after_launch(self, when_read: Callable[[Callable[[], None]], None]) -> None:
         """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches that it
         encodes are of no use any more."""
-        encoding, self._encoding = self._encoding, []
+        encoding, self.encoding = self.encoding, []
         self.num_encoded += len(encoding)
         self.num_advances += len(encoding)
         when_read(lambda: self._drop_encoded(encoding))
@@ -439,22 +431,17 @@ class ImageGate:
 
     def _drop_unwanted(self) -> None:
         """Drop what was asked for and no prompt waits for, unless an unread step encodes it."""
-        wanted = {image.key for each in self._waiting.values() if each.images for image in each.images.missing}
-        for key, asked in list(self._asked.items()):
+        wanted = {image.key for each in self.waiting.values() if each.images for image in each.images.missing}
+        for key, asked in list(self.asked.items()):
             if key not in wanted and not asked.num_unread:
-                del self._asked[key]
+                del self.asked[key]
                 self._source.drop(key)
-
-    @property
-    def is_encoding(self) -> bool:
-        """Whether the newest plan, which is not launched, encodes images."""
-        return bool(self._encoding)
 
     def fail_encoding(self, encode: EncodeImage) -> list[Request]:
         """Forget an image whose encoding raised. Return the prompts that have it placed."""
         lost = [
             each
-            for each in self._waiting.values()
+            for each in self.waiting.values()
             if each.images is not None and any(_has_rows(image, encode.rows) for image in each.images.placed)
         ]
         for sequence in lost:

@@ -47,7 +47,8 @@ class Step:
 
     @property
     def has_work(self) -> bool:
-        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
+        plan = self.plan
+        return bool(plan.decode or plan.prefill) or any(getattr(plan, name) for name in plan.__struct_fields__)
 
 
 class InstanceRole(ABC):

@@ -161,8 +161,8 @@ class StepFaults:
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""
         plan = step.plan
-        records = (*plan.offload, *plan.admit, *plan.append, *plan.place, *plan.prefill)
-        slots = {record.slot for record in (*records, *plan.first_tokens)}.union(plan.release, plan.decode)
+        of_slots = plan.offload, plan.admit, plan.append, plan.place, plan.prefill, plan.first_tokens
+        slots = {record.slot for records in of_slots for record in records}.union(plan.release, plan.decode)
         self._forget(slots)
         num_lost = self._end_unsaved(plan) + self._end_stateless(slots)
         self._resources.states.drop_all(only_pending=True)  # of this step: all others are read

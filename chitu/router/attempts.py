@@ -200,9 +200,10 @@ class Attempts:
         group, groups = PromptGroup(new_room()) if len(together) > 1 else None, self._members.groups_of(way)
         if group is not None:
             self.groups[group.room] = group
+        if request.files:
+            for _ in together:
+                self.files.add(request.files)
         for generation in together:
-            if request.files:
-                self.files.add(generation.request.files)
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)

@@ -139,7 +139,7 @@ class SeeingProcess(Process):
         super().check_empty()
         gate = self.core.sequences.resources.images
         gate.store.check_idle()
-        assert gate.is_idle and not self.source.open
+        assert not gate.waiting and not gate.asked and not self.source.open
 
 
 class LateSeeingProcess(SeeingProcess, LateProcess):

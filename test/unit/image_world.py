@@ -78,7 +78,7 @@ class Seeing(Instance):
     def check_empty(self) -> None:
         super().check_empty()
         self.gate.store.check_idle()
-        assert self.gate.is_idle and not self.source.open
+        assert not self.gate.waiting and not self.gate.asked and not self.source.open
 
 
 class SeeingSide(PSide):
