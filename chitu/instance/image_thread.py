@@ -92,18 +92,16 @@ class ImageThread:
         limits: ImagesConfig,
         retry_interval_s: float,
         wake: Callable[[], None],
-        is_eager: bool = False,
         clock: Clock = RealClock(),
     ) -> None:
         """`context`: the instance's, with the cluster's secrets. `routers`: all, in the order of the configuration.
-        `wake` wakes the owner. `is_eager`: start the process with the thread, not with the first image."""
+        `wake` wakes the owner."""
         self._context = context
         self._addresses = routers
         self._form = model.form
         self._patches = PatchesProcess(model, limits)
         self._retry_s = retry_interval_s
         self._wake = wake
-        self._is_eager = is_eager
         self._clock = clock
         self._thread: ServiceThread | None = None
         self._stopping = False
@@ -181,8 +179,6 @@ class ImageThread:
             connect(self._context, zmq.DEALER, each.host, each.coordination_port, queues_unconnected=False)
             for each in self._addresses
         ]
-        if self._is_eager:
-            self._start_process()
         while not self._stopping:
             self._sleep()
             while self._orders:
@@ -215,17 +211,14 @@ class ImageThread:
         image = self._images.get(order.number)
         if order.is_first and order.router is not None:
             self._images[order.number] = _Image(order.key, order.router)
-            self._start_process()  # it loads while the file is fetched
+            with contextlib.suppress(ChituError):  # `begin` will tell
+                self._patches.start()  # it loads while the file is fetched
         elif image is None:  # it has failed, which the step thread will take
             return
         elif order.router is None:
             self._remove(order.number)
         elif order.router not in image.routers:
             image.routers.append(order.router)
-
-    def _start_process(self) -> None:
-        with contextlib.suppress(ChituError):  # `begin` will tell
-            self._patches.start()
 
     def _remove(self, number: int) -> None:
         made = self._images.pop(number).made

@@ -243,11 +243,11 @@ def _build(
     followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
-    images = _image_thread(topology, instance, comm, waker) if rank.runner.info.image_rows else None
+    images = _image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
 
 
-def _image_thread(topology: Topology, instance: Instance, comm: CommLoop, waker: Waker) -> ImageThread | None:
+def _image_thread(topology: Topology, comm: CommLoop, waker: Waker) -> ImageThread | None:
     """Return what gets images for a model with vision; None if its prompts cannot have any, so that none will come."""
     model, router = image_model_of(topology.model.path), topology.dp_config.router
     if isinstance(model, str):
@@ -255,8 +255,7 @@ def _image_thread(topology: Topology, instance: Instance, comm: CommLoop, waker:
         return None
     addresses = [each.address for each in comm.routers]
     retry_s = router.pd_disaggregation.deadlines.retry_interval_s
-    is_eager = instance.role is not Role.DECODE  # it asks for images only once it has another role
-    return ImageThread(comm.context, addresses, model, router.images, retry_s, waker.wake, is_eager)
+    return ImageThread(comm.context, addresses, model, router.images, retry_s, waker.wake)
 
 
 def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:
