@@ -386,3 +386,9 @@ def cluster_key() -> str:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment for a child, overridden by `extra`."""
     return {**os.environ, **extra}
+
+
+def keyless_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the same without the keys of the cluster and its clients, for a child that reads what strangers send."""
+    keys = {*SECRETS.values(), "CHITU_API_KEY"}
+    return {name: value for name, value in child_environment(extra).items() if name not in keys}

@@ -28,8 +28,7 @@ from typing import Any
 import msgspec
 
 from chitu.clock import Clock, RealClock
-from chitu.config.cluster_key import ENVIRONMENT_KEY
-from chitu.config.load import child_environment
+from chitu.config.load import keyless_environment
 from chitu.config.schema import ImagesConfig
 from chitu.errors import ChituError, Internal, InvalidRequest
 from chitu.images.files import decode_image
@@ -350,12 +349,10 @@ class ImageChild:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without its key, with a mark of its own, and for one thread."""
+    """Return this process's environment without keys, with a mark of its own, and for one thread."""
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    environment = child_environment({MARK: uuid.uuid4().hex, **threads, **quiet})
-    environment.pop(ENVIRONMENT_KEY, None)
-    return environment
+    return keyless_environment({MARK: uuid.uuid4().hex, **threads, **quiet})
 
 
 def error_of(answer: ChildAnswer) -> ChituError | None:

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from chitu.config.load import child_environment
+from chitu.config.load import keyless_environment
 from chitu.config.schema import ImagesConfig, ModelConfig
 from chitu.errors import Capacity, ChituError, Internal, PoisonRequest
 from chitu.http.ask.image_files import ImageReader
@@ -175,7 +175,7 @@ class BodyProcess(asyncio.Protocol):
         try:
             argv = (sys.executable, "-m", "chitu.serve.body_pool", str(theirs.fileno()), str(os.getpid()))
             # A mark of its own: with the router's mark, the launcher would take it for the router's worker.
-            env = child_environment({MARK: uuid.uuid4().hex})
+            env = keyless_environment({MARK: uuid.uuid4().hex})
             popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env)
         except OSError as error:
             mine.close()

@@ -22,6 +22,7 @@ from support.router_process import RouterUnderTest, wait_until
 from test_body_costs import costly_bodies
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.config.cluster_key import SECRETS
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, InvalidRequest
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
@@ -78,6 +79,23 @@ def shown(found: object) -> str:
         found = msgspec.structs.replace(found, samplings=samplings)
         found = re.sub(r"seed=\d+", "seed", repr(found))
     return repr(found)
+
+
+def test_a_process_knows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what strangers send, images among that."""
+    for name in (*SECRETS.values(), "CHITU_API_KEY"):
+        monkeypatch.setenv(name, "a secret that is long enough")
+
+    async def environment() -> bytes:
+        processes = BodyProcesses(MODEL, False)
+        try:
+            await processes.do(ReadBody("tokenize", TERMS), b'{"prompt": "a"}')
+            (pid,) = processes.pids
+            return Path(f"/proc/{pid}/environ").read_bytes()
+        finally:
+            processes.close()
+
+    assert b"a secret" not in asyncio.run(environment())
 
 
 def test_a_process_says_of_every_body_what_the_loop_says() -> None:
