@@ -3,9 +3,11 @@ and the memory of the router and of the process that decodes stays bounded."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -28,17 +30,32 @@ MAX_PROCESS_BYTES = 1200 << 20
 TRIES = 4
 BODY_BYTES = 32 << 20
 PATH = "/v1/chat/completions"
+PICTURE = image_file(64, 64, seed=9)
 
 
 class SlowHost:
-    """A server on the loopback that takes connections and says nothing."""
+    """A server on the loopback that sends one picture, and says nothing of what else it is asked."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
+        self.num_sent = 0
+        self._silent: list[socket.socket] = []
+        threading.Thread(target=self._run, daemon=True).start()
 
     def close(self) -> None:
         self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                if connection.recv(1000).startswith(b"GET /picture HTTP/1.1"):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n" + PICTURE)
+                    connection.close()
+                    self.num_sent += 1
+                else:
+                    self._silent.append(connection)
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +133,25 @@ def hostile(slow_host: SlowHost) -> dict[str, tuple[bytes, int, str]]:
     }
 
 
-def ask(router: RouterUnderTest, raw: bytes) -> tuple[int, bytes]:
+def ask(router: RouterUnderTest, raw: bytes, path: str = PATH) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", router.ports["port"], timeout=120)
     try:
-        connection.request("POST", PATH, raw, {"content-type": "application/json"})
+        connection.request("POST", path, raw, {"content-type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def test_an_image_at_a_url_counts_as_the_same_image_in_the_body(router: RouterUnderTest, slow_host: SlowHost) -> None:
+    at_url = f"http://127.0.0.1:{slow_host.port}/picture"
+    answers = [ask(router, asked(*urls)) for urls in ([url(PICTURE)] * 2, [at_url] * 2, [at_url, url(PICTURE)])]
+    assert [status for status, _ in answers] == [200] * 3 and slow_host.num_sent == 2
+    assert len({json.loads(answer)["usage"]["prompt_tokens"] for _, answer in answers}) == 1
+    status, answer = ask(router, asked("http://127.0.0.1:1/picture"))
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "messages[0].content[0]")
+    status, answer = ask(router, json.dumps({"messages": json.loads(asked(at_url))["messages"]}).encode(), "/tokenize")
+    assert status == 200 and json.loads(answer)["count"] < 100
 
 
 def test_no_image_stops_the_tokens_of_others_or_takes_memory(router: RouterUnderTest, slow_host: SlowHost) -> None:

@@ -44,6 +44,8 @@ class LeftOut:
     @property
     def without_images(self) -> LeftOut:
         """The same, for turns in which the model sees no images."""
+        if self.images is None:
+            return self
         twin = LeftOut()
         twin._has_vision, twin._kinds = self._has_vision, self._kinds
         return twin
