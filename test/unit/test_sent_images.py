@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.image_files import image_file, png_bomb, saved
 
 from chitu.config.schema import ImagesConfig, ModelConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest
+from chitu.http.ask import image_turns
 from chitu.http.ask.image_files import ImageReader
 from chitu.http.ask.images import MARK, ServedVision, joined, marked
 from chitu.http.ask.parsed import ClusterFacts, ParsedRequest, TokensAnswer
@@ -311,6 +313,16 @@ def test_images_of_results_are_where_the_template_has_a_place(
     assert images.order == order and (warned in "".join(warnings) if warned else not warnings)
 
 
+def test_images_of_several_results_are_in_one_turn_behind_them() -> None:
+    results = [{"role": "tool", "content": f"{name}{marked(i)}"} for i, name in enumerate("ABC")]
+    answer = {"role": "assistant", "content": "D"}
+    behind = {"role": "user", "content": marked(0) + marked(1) + marked(2)}
+    for later in ([], [answer]):
+        found = image_turns.moved([*results, *later])
+        assert found[3:] == [behind, *later] and image_turns.numbers(found) == [0, 1, 2]
+        assert [turn["content"][0] for turn in found[:3]] == ["A", "B", "C"]
+
+
 def test_a_template_without_a_place_for_images_is_that_of_a_model_without_vision() -> None:
     template = ChatTemplate({"default": NOWHERE}, {})
     assert not ChatTurns(template.render, template.source, template.variables, None, "<img>").takes_images
@@ -464,6 +476,7 @@ def test_files_are_those_below_the_folder_alone(folder: Path, tmp_path: Path) ->
     (shared / "up").symlink_to(tmp_path)
     (shared / "in.png").symlink_to(shared / "a b.png")
     (shared / "large.png").write_bytes(bytes(2 << 20))
+    os.mkfifo(shared / "pipe.png")
     asked = Asked(folder, dir=str(shared), max_file_mb=1)
 
     def read(path: str) -> ParsedRequest:
@@ -475,7 +488,12 @@ def test_files_are_those_below_the_folder_alone(folder: Path, tmp_path: Path) ->
     refused = (
         *(f"file://{shared}/out.png", f"file://{shared}/up/secret.png", f"file://{shared}/../secret.png"),
         *(f"file://{shared}/%2e%2e/secret.png", f"file://{secret}", f"file://{tmp_path}/shared2.png"),
-        *(f"file://{shared}", f"file://{shared}/none.png", f"file://{shared}/deep/../a%20b.png"),
+        *(
+            f"file://{shared}",
+            f"file://{shared}/none.png",
+            f"file://{shared}/pipe.png",
+            f"file://{shared}/deep/../a%20b.png",
+        ),
         *(f"file://{shared}/a%00b.png", "file:///dev/zero", "file:relative.png"),
     )
     for path in refused:
@@ -519,6 +537,11 @@ def test_rows_of_lines_are_spans_of_one_image() -> None:
     images._files = [ReadFile(b"x", b"", whole), ReadFile(b"y", b"", lines)]
     images.place([1, 0])
     assert images.expanded([1, 7, 2, 7], "P", []) == [1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7]
+    for ids in ([1, 7, 2], [7, 7, 7]):
+        with pytest.raises(InvalidRequest, match="'P', which stands for an image") as raised:
+            images.expanded(ids, "P", [{"content": "a"}, {"content": "aP"}])
+        assert raised.value.param == "messages[1].content"
+    images.expanded([1, 7, 2, 7], "P", [])
     first, second = images.parts
     assert first == ImagePart(b"y", ((1, 2, 0), (4, 2, 2)), (0, 0, 0))
     assert second == ImagePart(b"x", ((8, 3, 0),), (1, 1, 3))
