@@ -403,6 +403,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     images: Annotated[
         list[str] | None,
         note("URLs of the images of one prompt of token ids, which has the rows of each: what `chitu replay` sends"),
+        CONTENT,
     ] = None
     echo: Annotated[bool | None, note("the prompt before the text, and its logprobs before the others")] = None
     logprobs: Annotated[

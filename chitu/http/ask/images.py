@@ -21,7 +21,7 @@ from chitu.config.schema import ImagesConfig
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import MAX_TOKENS
 from chitu.http.ask.image_files import ImageReader, ReadFile, SentImage, require_allowed
-from chitu.images.layout import ImageForm
+from chitu.images.layout import ImageForm, ImageLayout
 from chitu.net.image_urls import is_http
 from chitu.protocol import ImagePart
 
@@ -138,23 +138,19 @@ class SentImages:
             return text
         return text.replace(self.form.placeholder, self.form.written)
 
-    def contracted(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt that has the rows of all images already, with the token of an image in the place
-        of each, as `expanded` takes them. InvalidRequest if it has others."""
-        token, found, at = self.form.token_id, list[int](), 0
+    def find(self, ids: Sequence[int]) -> None:
+        """Note where the rows of all images are in a prompt of token ids that has them already, each behind the last
+        one. What looks like a row behind them all is a token. InvalidRequest if the prompt does not have them."""
         self.place(range(len(self)))
+        self._spans, at = [], 0
         for i in self._order:
             rows = [run.token_id for run in self._files[i].layout.runs for _ in range(run.count)]
-            start = ids.index(rows[0], at) if rows[0] in ids[at:] else len(ids)
+            start = next((place for place in range(at, len(ids)) if ids[place] == rows[0]), len(ids))
             if list(ids[start : start + len(rows)]) != rows:
                 where = self.where(i)
                 raise InvalidRequest(f"{where}: the prompt does not have its {len(rows)} tokens in its place", where)
-            found += [*ids[at:start], token]
+            self._spans.append(_spans(self._files[i].layout, start))
             at = start + len(rows)
-        found += ids[at:]
-        if found.count(token) != len(self):
-            raise InvalidRequest(f"prompt: it has rows of images beyond those of its {len(self)}", "prompt")
-        return found
 
     def expanded(self, ids: list[int], literal: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids with the rows of the images. `literal`: text of the token that stands for an image.
@@ -166,18 +162,26 @@ class SentImages:
         for i in self._order:
             end = ids.index(token, at)
             found += ids[at:end]
-            at, spans, row = end + 1, list[tuple[int, int, int]](), 0
+            at = end + 1
+            self._spans.append(_spans(self._files[i].layout, len(found)))
             for run in self._files[i].layout.runs:
-                if run.is_image:
-                    start, length, first = spans[-1] if spans else (0, 0, 0)
-                    if length and start + length == len(found):
-                        spans[-1] = (start, length + run.count, first)
-                    else:
-                        spans.append((len(found), run.count, row))
-                    row += run.count
                 found += [run.token_id] * run.count
-            self._spans.append(tuple(spans))
         return found + ids[at:]
+
+
+def _spans(layout: ImageLayout, start: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the rows of an image whose tokens begin at a position, as in `ImagePart`."""
+    spans, at, row = list[tuple[int, int, int]](), start, 0
+    for run in layout.runs:
+        if run.is_image:
+            first, length, first_row = spans[-1] if spans else (0, 0, 0)
+            if length and first + length == at:
+                spans[-1] = (first, length + run.count, first_row)
+            else:
+                spans.append((at, run.count, row))
+            row += run.count
+        at += run.count
+    return tuple(spans)
 
 
 def _literal(literal: str, messages: Sequence[Mapping[str, Any]]) -> InvalidRequest:

@@ -60,9 +60,8 @@ class BodyParser:
         given, images = prompts_of(body.prompt, "prompt"), None
         if body.images:
             images = self._images_of_ids(body.images, given, context)
-            given = [images.contracted([int(token) for token in given[0]])]
         rules = Rules(DEFAULT_COMPLETION_TOKENS, body.add_special_tokens is not False)
-        parsed = self._parsed(body, given, rules, context, warnings, images)
+        parsed = self._parsed(body, given, rules, context, warnings, images, None)
         parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
         return parsed
 
@@ -106,6 +105,7 @@ class BodyParser:
         for i, url in enumerate(urls):
             images.mark(f"images[{i}]", url)
         self.read_images(images, context)
+        images.find(given[0])
         return images
 
     def read_images(self, images: SentImages | None, context: ParseContext) -> None:
@@ -208,9 +208,10 @@ class BodyParser:
         context: ParseContext,
         warnings: list[str],
         images: SentImages | None = None,
-        messages: Sequence[Mapping[str, Any]] = (),
+        messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> ParsedRequest:
-        """`images`: those of the one prompt, which has a token for each; `messages`: what it was rendered from."""
+        """`images`: those of the one prompt. It was rendered from `messages`, and has a token for each; None: it has
+        their rows already."""
         asked = AskedAnswer(body, rules, self.model, context, len(given))
         # The prompt of a chat is rendered from its messages.
         is_chat = rules.default_tokens is None
@@ -221,7 +222,8 @@ class BodyParser:
             most = asked.kept if images is None else None
             ids, text = self._encode(entry, rules.add_special_tokens, asked.limits, most)
             if images is not None:
-                ids = self.with_images(ids, images, messages)
+                if messages is not None:
+                    ids = self.with_images(ids, images, messages)
                 if asked.kept is not None and len(ids) > asked.kept:
                     raise InvalidRequest(
                         "truncate_prompt_tokens: a prompt with images is not cut", "truncate_prompt_tokens"
