@@ -77,7 +77,9 @@ class Conversation:
     def body(self, question: str) -> dict[str, Any]:
         """Return the body of a chat request with this next question."""
         options = self.options
-        messages = [{"role": "system", "content": options.system}] if options.system else []
+        messages: list[dict[str, Any]] = []
+        if options.system:
+            messages.append({"role": "system", "content": options.system})
         for asked, answered in self.turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": self._content(question)})
