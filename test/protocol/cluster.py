@@ -544,7 +544,9 @@ class Cluster(ABC):
                     self.change_role(process)
             if not self.turns(3):
                 self.advance(0.2)
-            self._hear()  # otherwise a heartbeat would always be in flight
+            self._hear()  # otherwise a heartbeat would always be in flight, or the answer to one
+            while self.deliver_order():
+                pass
             self.check()
         for process in self.processes:
             process.check_empty()

@@ -113,6 +113,7 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
 @given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
 @example((1, 2), [[Op("change", 71), Op("ask", 255, 43), Op("run", 5), Op("freeze"), Op("pass", 3)]], True)
 @example((1, 2), [[Op("ask", 255, 43), Op("run", 5), Op("freeze"), Op("pass", 2)]], True)
+@example((1, 2), [[Op("kill", 27), Op("run", 4), Op("start"), Op("kill", 16), Op("run", 3)]], False)
 @example(
     (1, 2),
     [[Op("change", 71), Op("ask", 255, 43), Op("run", 5), Op("change"), Op("fault"), Op("run"), Op("pass", 3)]],
