@@ -225,7 +225,10 @@ class PDCoordination:
             return None
         if isinstance(message, Leave):
             reason = f"it left ({message.reason})" if message.reason else "it left"
-            self._lose(member, reason, has_died=bool(message.dead_pids))
+            has_died = bool(message.dead_pids)  # its launcher says that, at times before the router itself sees it
+            if has_died:
+                self._metrics.deaths[member.info.name] += 1
+            self._lose(member, reason, has_died)
         else:
             self._drain(member)
         return None

@@ -33,7 +33,7 @@ from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.image_source import NoImages
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.requests import FailureReports
-from chitu.instance.role_change import QUIET_S, ChangeStep, RoleChange, next_life
+from chitu.instance.role_change import QUIET_S, ChangeStep, QuietTime, RoleChange, next_life
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import join_orders
@@ -249,20 +249,20 @@ class PDSchedulerService:
         logger.info("draining %s", "after a signal" if self._signalled.is_set() else "at an operator's request")
         self._comm.contacts.drain()
         clock = RealClock()
-        now_s = busy_s = clock.monotonic()
-        end_s = math.inf
+        now_s, end_s = clock.monotonic(), math.inf
+        quiet = QuietTime(now_s)
         while now_s < end_s and not self._skip_drain.is_set():
             time.sleep(0.02)  # a signal handler may not set what its own thread waits for: that holds the lock at times
             now_s = clock.monotonic()
             is_signalled = self._signalled.is_set()
             if is_signalled:
                 end_s = min(end_s, now_s + self._deadlines.drain_s)
-            if not self._scheduler.is_done:
-                busy_s = now_s
-            elif self._scheduler.is_idle:
-                if now_s - busy_s >= (SIGNAL_QUIET_S if is_signalled else QUIET_S):
+            is_done = self._scheduler.is_done
+            quiet_s = quiet.look(now_s, is_done)
+            if is_done and self._scheduler.is_idle:
+                if quiet_s >= (SIGNAL_QUIET_S if is_signalled else QUIET_S):
                     return
-            elif now_s - busy_s >= self._deadlines.transfer_s:
+            elif quiet_s >= self._deadlines.transfer_s:
                 logger.warning("leaving without an answer from a peer that may still access pages of this instance")
                 return
 

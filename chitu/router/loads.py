@@ -59,15 +59,16 @@ class QueueRate:
     _seconds: float = 0.0
     _work: float = 0.0
     """`_seconds` and `_work` of backlog, decaying."""
-    _taken: tuple[float, int] = (0.0, 0)
-    """Counters of the report that both sums already include."""
+    _taken: tuple[float, int] | None = None
+    """Counters of the report that both sums already include. None before the first: what an instance did before it
+    joined, or joined again, is no rate of now. It may have been stopped meanwhile."""
     _waited: tuple[float, float] = (0.0, 0.0)
     """Seconds of backlog that the newest report shows, and when they last grew."""
 
     def report(self, counters: tuple[float, int], now_s: float, enough: float = 1.0, counts: bool = True) -> None:
         """Take a report's seconds of backlog and work done in them. A rate needs `enough` work. What was done up to
         this report is left out unless it `counts`."""
-        if not counts:
+        if self._taken is None or not counts:
             self._taken, self._waited = counters, (counters[0], self._waited[1])
         if counters[0] != self._waited[0]:
             self._waited = counters[0], now_s

@@ -293,11 +293,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--arch", type=int, default=90)
-    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose names have one of these in them")
     parser.add_argument("--count", metavar="KERNEL", help="count instructions where the name has this in it")
     options = parser.parse_args()
     found = variants(True, options.arch) if options.all else covering(variants(False, options.arch))
-    JOBS.extend(job for job in found if options.only in job.kernel.__name__)
+    JOBS.extend(job for job in found if any(part in job.kernel.__name__ for part in options.only))
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         given = itertools.repeat(options.arch), itertools.repeat(options.count)
         print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS)), *given))))

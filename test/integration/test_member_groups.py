@@ -212,12 +212,12 @@ def test_a_killed_member_ends_its_group_and_all_its_requests_go_on_at_another(
     last = {record.request_id: (record.prefill, record.decode) for record in records if record.state == "finished"}
     assert hit or (phase, victim[0]) == ("decode", "P"), "somebody was hit"
     assert not any({*dead} & {*last[name]} for name in hit), "a retry leaves the group"
-    assert doubles.counted("chitu_instance_deaths") == deaths + 1, "one death"
-    assert doubles.processes.logs("-".join(dead)).count(ENDS_TOO) == num_ended + 1, "the other member saw it"
     assert doubles.counted("chitu_requests_failed") == 0, "no request is poison"
     wait_until(lambda: len(up(doubles.processes)) == 8, 60, lambda: f"all serve: {up(doubles.processes)}")
     after = up(doubles.processes)
     assert {name for name in before if before[name] != after[name]} == {*dead}, "the whole group was started again"
+    assert doubles.counted("chitu_instance_deaths") == deaths + 1, "one death"
+    assert doubles.processes.logs("-".join(dead)).count(ENDS_TOO) == num_ended + 1, "the other member saw it"
 
 
 def test_a_signal_to_one_member_drains_its_group_which_is_started_again(doubles: Doubles) -> None:

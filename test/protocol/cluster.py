@@ -28,7 +28,7 @@ from chitu.protocol import (
     SchedulerMessage,
 )
 from chitu.simulation.process import SimulatedProcess
-from chitu.types import Role, place_of, place_text
+from chitu.types import Role, instance_name, place_of, place_text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Commands of a script of faults: what an `Op` does to a `Cluster`. Commands of the router are methods of the world.
@@ -195,6 +195,8 @@ FIRST_ROUTER = 1
 """Incarnation of the first router."""
 TURN_S = 0.01
 MAX_LIVE_REQUESTS = 12
+ANSWER_S = 0.5
+"""Time in which peers answer once all faults have ended."""
 
 
 class Cluster(ABC):
@@ -518,8 +520,7 @@ class Cluster(ABC):
         """End all faults and revive all processes: every request must end, and everything must be released."""
         if not self.is_router_alive:
             self.op_router(0, 0)
-        while self.missing:
-            self.start(0)
+        self._start_missing()
         for process in self.processes:
             process.is_frozen = process.is_slow = process.is_deaf = False
         self.fabric._faults.clear()
@@ -535,18 +536,28 @@ class Cluster(ABC):
         while self.leftovers():
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
             self.fabric.release_late_writes()
+            if self.missing:  # the wait of one that had to end was nearly over when the faults ended
+                assert self.clock.monotonic() - start_s < ANSWER_S, f"{self.missing} ended although peers answer"
+                self._start_missing()
             for process in self.processes:  # those that were started again are home: there might be no P, or no D
                 if self.returns_home and not self.is_changing(process) and not process.is_home:
                     self.change_role(process)
             if not self.turns(3):
                 self.advance(0.2)
-            self._hear()  # otherwise a heartbeat would always be in flight
+            self._hear()  # otherwise a heartbeat would always be in flight, or the answer to one
+            while self.deliver_order():
+                pass
             self.check()
         for process in self.processes:
             process.check_empty()
 
+    def _start_missing(self) -> None:
+        """Start again what is gone, as a launcher does."""
+        while self.missing:
+            self.start(0)
+
     def leftovers(self) -> list[str]:
-        left = self.open_requests()
+        left = self.open_requests() + [f"{instance_name(*home)} is gone" for home in self.missing]
         for process in self.processes:
             if self.is_changing(process) or (self.returns_home and not process.is_home):
                 left.append(f"{process.session} has not become {process.becomes or process.home}")

@@ -111,6 +111,14 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
 
 @MANY
 @given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
+@example((1, 2), [[Op("change", 71), Op("ask", 255, 43), Op("run", 5), Op("freeze"), Op("pass", 3)]], True)
+@example((1, 2), [[Op("ask", 255, 43), Op("run", 5), Op("freeze"), Op("pass", 2)]], True)
+@example((1, 2), [[Op("kill", 27), Op("run", 4), Op("start"), Op("kill", 16), Op("run", 3)]], False)
+@example(
+    (1, 2),
+    [[Op("change", 71), Op("ask", 255, 43), Op("run", 5), Op("change"), Op("fault"), Op("run"), Op("pass", 3)]],
+    True,
+)
 def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(
     shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
 ) -> None:

@@ -8,7 +8,7 @@ from cluster_process import CONFIG, DEADLINES, Process
 from cluster_world import Client, RoutedWorld
 from support.fake_transport import Fault, FaultKind
 
-from chitu.errors import TransferFailed
+from chitu.errors import NoInstance, TransferFailed
 from chitu.instance.requests import REPEATS
 from chitu.router.generation import GenerationState
 from chitu.types import Role
@@ -26,9 +26,7 @@ def attempts(client: Client) -> int:
 
 
 def ask(world: RoutedWorld, num_tokens: int = 9, max_tokens: int = 5, is_read_singly: bool = True) -> Client:
-    client = world.request(num_tokens, max_tokens, is_read_singly=is_read_singly)
-    assert client is not None
-    return client
+    return world.request(num_tokens, max_tokens, is_read_singly=is_read_singly)
 
 
 def serving(world: RoutedWorld, client: Client, role: Role) -> Process:
@@ -316,7 +314,8 @@ def test_the_only_pair_answers_at_once_while_a_write_may_land_and_serves_when_it
     assert router is not None and router.why_unusable().startswith("no pair can serve: P0 does not write to D0")
     before = router.counters.attempts, world.fabric.num_writes
     for _ in range(8):
-        assert world.request(9, 5) is None
+        with pytest.raises(NoInstance):
+            world.request(9, 5)
         world.turns(10)
     assert (router.counters.attempts, world.fabric.num_writes) == before
     assert router.counters.breaker_openings == {}

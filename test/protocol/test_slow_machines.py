@@ -20,7 +20,7 @@ def of_role(world: SlowWorld | SlowRoutedWorld, role: Role) -> Process:
 
 def ask(world: SlowRoutedWorld, num_tokens: int, max_tokens: int = 2) -> Client:
     client = world.request(num_tokens, max_tokens)
-    assert client is not None and client.generation is not None
+    assert client.generation is not None
     return client
 
 

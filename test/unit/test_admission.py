@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import RecordingOutbox
 from support.clock import FakeClock
-from test_router_requests import World, pair
+from test_router_requests import World
 
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig, SLOConfig
 from chitu.errors import Overloaded
@@ -48,6 +48,7 @@ class Door:
     def on_view(self, instances: tuple[InstanceInfo, ...]) -> None:
         for instance in instances:
             self.members.add(instance)
+            self.on_report(instance_key(instance), LoadReport())  # as an instance does when it joins
         self.members.on_view(ClusterView(1, 1, instances))
 
     def on_report(self, key: InstanceKey, load: LoadReport) -> None:
@@ -185,6 +186,21 @@ def test_what_is_admitted_does_not_die_in_the_queue_of_the_instance() -> None:
     assert Door(P0, D0, max_queue_s=1.5, queue_s=30.0).admission.max_wait_s == 1.5
 
 
+def test_what_an_instance_did_before_it_joined_is_no_rate_of_now() -> None:
+    """Found by a script of faults: a P that was stopped, lost and back refused two prompts for 2.6 s, and computed them
+    in 20 ms."""
+    door = Door(P0, D0)
+    door.members.remove(instance_key(P0))
+    door.members.add(P0)
+    door.members.on_view(ClusterView(1, 2, (P0, D0)))
+    door.report(P0, queue=0, seconds=300.0, work=22)
+    for _ in range(2):
+        door.on_sent(P0, 1_000)
+    assert door.refusal() is None
+    door.report(P0, queue=2_000, seconds=1.0, work=100)
+    assert door.refusal() is not None, "100 a second: since it joined again it is really slow"
+
+
 def test_a_rate_is_forgotten_some_time_after_the_last_queue() -> None:
     door = Door(P0, D0)
     door.report(P0, queue=0, seconds=10.0, work=100)  # ten tokens a second
@@ -282,6 +298,7 @@ def test_more_ahead_never_predicts_less(
 ) -> None:
     def wait_s(reported: int, sent: int) -> float:
         load = InstanceLoad.of(P0, SLOConfig(), memory_s=10.0)
+        load.on_report(LoadReport(), 9.0, PRIOR)
         load.on_report(LoadReport(waiting_tokens=reported, backlog_s=seconds, backlog_work=work), 10.0, PRIOR)
         for tokens in (sent, sent):
             load.on_sent(tokens, 10.0)
@@ -301,8 +318,15 @@ def beat(world: World, role: Role, load: LoadReport) -> None:
     world.clock.advance(0.03)
 
 
+def joined() -> World:
+    """Return a world whose P has reported that it has done nothing yet."""
+    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    beat(world, Role.PREFILL, LoadReport())
+    return world
+
+
 def test_the_router_rejects_before_it_sends_anything_and_serves_again_when_the_queue_is_gone() -> None:
-    world = pair()
+    world = joined()
     beat(world, Role.PREFILL, LoadReport(waiting_tokens=10**6, backlog_s=1.0, backlog_work=1000))
     with pytest.raises(Overloaded):
         world.router.require_admission()
@@ -315,7 +339,7 @@ def test_the_router_rejects_before_it_sends_anything_and_serves_again_when_the_q
 
 
 def test_a_request_of_several_prompts_does_not_wait_for_itself() -> None:
-    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    world = joined()
     beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))  # one token a second
     world.router.require_room_for(20, 60)
     for _ in range(20):
@@ -330,7 +354,7 @@ def one_choice() -> GenerateRequest:
 
 def test_what_has_its_first_token_waits_no_longer() -> None:
     """Reports are up to a heartbeat old; what the router has received itself is not."""
-    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    world = joined()
     beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))
     rooms = [world.add()[1] for _ in range(7)]
     with pytest.raises(Overloaded):
@@ -341,7 +365,7 @@ def test_what_has_its_first_token_waits_no_longer() -> None:
 
 
 def test_what_the_router_itself_sends_fills_the_queue() -> None:
-    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    world = joined()
     beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))  # one token a second
     admitted = 0
     with pytest.raises(Overloaded):

@@ -179,6 +179,23 @@ def test_a_run_that_is_cancelled_goes_on_or_has_the_rest_answered(tmp_path: Path
     assert json.loads(bad.read_bytes().splitlines()[0])["error"] == {"code": "batch_expired", "message": "too late"}
 
 
+def test_what_is_written_counts_although_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
+    """Of a batch that fails while answers are written, the output has as many lines as its record says."""
+    target = tmp_path / "out.jsonl"
+
+    async def cancelled_while_it_is_written() -> Answers:
+        answers = Answers(target, target)
+        answers.open()
+        task = asyncio.ensure_future(answers.put("r0", answer_line("r0", OK), OK.status))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await answers.close()
+        return answers
+
+    assert asyncio.run(cancelled_while_it_is_written()).counts.completed == len(answered(target)) == 1
+
+
 def test_a_full_disk_ends_the_run_with_what_fits_in_the_file(tmp_path: Path) -> None:
     source, target = written(tmp_path, [line(i) for i in range(100)]), tmp_path / "out.jsonl"
 

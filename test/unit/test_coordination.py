@@ -151,6 +151,19 @@ def test_ages_lost_leases_and_deaths_are_counted_by_instance() -> None:
     assert (metrics.expired_leases, metrics.deaths, metrics.ages_s) == ({"P0": 1}, {"P0": 1}, {})
 
 
+def test_a_death_counts_once_whoever_tells_of_it_first() -> None:
+    world = World()
+    tells: list[Callable[[int], object]] = [
+        lambda incarnation: world.core.on_death(Role.PREFILL, 0, incarnation),
+        lambda incarnation: world.core.on_message(Leave(Role.PREFILL, 0, incarnation, "its launcher saw it", (77,))),
+    ]
+    for incarnation in (1, 2):
+        world.join(info(incarnation=incarnation))
+        for tell in tells[:: 1 if incarnation == 1 else -1]:
+            tell(incarnation)
+        assert world.core.metrics().deaths == {"P0": incarnation}
+
+
 def test_heartbeats_that_the_router_has_not_read_yet_are_no_silence() -> None:
     world = World()
     world.join(info())

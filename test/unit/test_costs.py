@@ -97,6 +97,7 @@ def test_who_would_be_refused_where_a_policy_sends_it_goes_to_the_least_loaded_o
     owner = fleet.pick(8 * BLOCK_TOKENS)[:2]
     other = "P1" if owner == "P0" else "P0"
     for name, queue in ((owner, 10_000), (other, 9_000)):  # 1000 tokens a second: 10 s and 9 s of 20 s
+        fleet.report(name)
         fleet.report(name, waiting_tokens=queue, backlog_s=1.0, backlog_work=1000)
     picked = [fleet.pick(8 * BLOCK_TOKENS)[:2] for _ in range(4)]
     assert picked == ([owner] * 4 if policy == "prefix_affinity" else [other, owner] * 2), "as the policy says"

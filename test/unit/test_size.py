@@ -47,7 +47,7 @@ def test_long_prompts_take_more_p_and_long_answers_more_d(
 
 
 def test_what_limits_is_what_one_more_of_helps_against() -> None:
-    sizing = search(question(400, 3), 2)
+    sizing = search(question(400, 3, count=30), 2)
     assert sizing.best.split == Split(1, 1) and {trial.split.name for trial in sizing.tried} == {"1P1D", "2U"}
     assert sizing.limit.startswith("P: "), sizing.limit
     more_p, more_d = sizing.more
@@ -60,7 +60,7 @@ def test_prompts_that_miss_the_bound_by_themselves_are_named() -> None:
 
 
 def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None:
-    asked = question(20, 60, sequence_s=0.001)
+    asked = question(20, 60, count=12, sequence_s=0.001)
     plain, split = asked.profiles[Shape()], Split(1, 1)
     drafting = msgspec.structs.replace(plain, draft_acceptance=0.8)
     dear = msgspec.structs.replace(drafting, cost=msgspec.structs.replace(plain.cost, decode_s=0.0, sequence_s=0.01))
@@ -73,7 +73,7 @@ def test_drafts_bring_what_their_acceptance_and_the_price_of_a_row_say() -> None
     for name, profile in (("plain", plain), ("drafting", drafting), ("dear", dear)):
         asked.profiles = {Shape(): profile}
         trial = asked.trial(split, 0.05, is_whole=True)  # one at a time
-        assert trial.kept == trial.num_requests == 60 and not trial.failed
+        assert trial.kept == trial.num_requests == 12 and not trial.failed
         seen[name] = percentile(sorted(trial.tpots_s), 0.5)
     assert seen["drafting"] == pytest.approx(drafting.token_s(1, 50), rel=0.2), seen
     assert seen["plain"] > 2.5 * seen["drafting"] and seen["dear"] < 0.0125, seen

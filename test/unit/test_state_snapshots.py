@@ -8,6 +8,7 @@ import random
 
 import msgspec
 import pytest
+from draws import often
 from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
@@ -22,6 +23,8 @@ from chitu.kv_cache.state_row import Snapshot, StateSlots, StateStamp, digest_of
 from chitu.protocol import CancelRequest, SamplingParams, pack_i32
 
 GREEDY = SamplingParams(6, temperature=0.0)
+NUM_HISTORIES = 1_000
+"""A millisecond each."""
 
 
 def ask(instance: Instance, index: int, prompt: list[int], salt: str | None = "", max_tokens: int = 6) -> list[int]:
@@ -300,13 +303,13 @@ class History:
         self.states.free(row)
 
 
-def test_a_hit_is_what_brute_force_finds_in_ten_thousand_histories() -> None:
-    hits = 0
-    for seed in range(10_000):
+def test_a_hit_is_what_brute_force_finds_in_any_history() -> None:
+    hits, count = 0, often(NUM_HISTORIES)
+    for seed in range(count):
         history = History(random.Random(seed))
         history.run()
         hits += history.hits
-    assert hits > 3_000
+    assert hits > 0.3 * count
 
 
 # --------------------------------------------------------------------------------------- everything at once, and faults

@@ -43,7 +43,7 @@ class SilentWave(Wave):
 Kind = type[Wave]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Member:
     """State of a member: that of its `Wave`, and where it is in its turn."""
 
@@ -126,14 +126,26 @@ def steps_of(world: World, kind: Kind, repeats: bool) -> Iterator[World]:
             yield replace(world, bells=world.bells - {(to, number)}, losses=world.losses - 1)
 
 
+def arranged(world: World) -> World:
+    """Return the world with its members in order: it makes no difference which one is which."""
+    bells = [sorted(number for to, number in world.bells if to == at) for at in range(SIZE)]
+    order = sorted(range(SIZE), key=lambda at: (world.members[at], bells[at]))
+    if order == list(range(SIZE)):
+        return world
+    members = tuple(world.members[at] for at in order)
+    return replace(
+        world, members=members, bells=frozenset((to, number) for to, at in enumerate(order) for number in bells[at])
+    )
+
+
 def explore(work: tuple[int, ...], kind: Kind = Wave, losses: int = 0, doubles: int = 0, repeats: bool = True) -> None:
     """Visit every state, and check that all members can get to rest from each."""
-    first = World(tuple(Member(coming=count) for count in work), losses=losses, doubles=doubles)
+    first = arranged(World(tuple(Member(coming=count) for count in work), losses=losses, doubles=doubles))
     before: dict[World, list[World]] = {first: []}
     front = [first]
     while front:
         world = front.pop()
-        for after in steps_of(world, kind, repeats):
+        for after in map(arranged, steps_of(world, kind, repeats)):
             if after not in before:
                 before[after] = []
                 front.append(after)

@@ -221,13 +221,22 @@ def is_success(status: int | None) -> bool:
     return status is not None and 200 <= status < 300
 
 
+class _Waiting(NamedTuple):
+    """An answer that is to be written."""
+
+    custom_id: str
+    line: bytes
+    status: int | None
+    written: asyncio.Future[None]
+
+
 class Answers:
     """The output files of a batch: `failures` may be the same path as `path`. `open` first; `close` at the end."""
 
     def __init__(self, path: Path, failures: Path) -> None:
         self._paths = (path,) if path == failures else (path, failures)
         self._files: list[BinaryIO] = []
-        self._waiting: list[tuple[bytes, bool, asyncio.Future[None]]] = []
+        self._waiting: list[_Waiting] = []
         self._writer: asyncio.Task[None] | None = None
         self.done: set[bytes] = set()
         """Digests of the `custom_id` of the answered lines."""
@@ -273,35 +282,44 @@ class Answers:
 
     async def put(self, custom_id: str, line: bytes, status: int | None) -> None:
         """Write an answer and return once it is on the disk. `status`: None if no server answered. OSError. If the call
-        is cancelled, the answer may be written all the same: then open the files anew."""
+        is cancelled, the answer may be written, and counted, all the same: then open the files anew."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((line, not is_success(status), written))
+        self._waiting.append(_Waiting(custom_id, line, status, written))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.ensure_future(self._write_all())
         await asyncio.shield(written)
-        self._note(custom_id, status)
 
     async def _write_all(self) -> None:
         """Write what waits, as often as something waits: answers that come during one write share the next."""
         while self._waiting:
             waiting, self._waiting = self._waiting, []
             parts = [
-                b"".join([line for line, is_failure, _ in waiting if is_failure is kind]) for kind in (False, True)
+                b"".join([each.line for each in waiting if is_success(each.status) is kind]) for kind in (True, False)
             ]
             try:
                 await asyncio.to_thread(self._append, parts)
             except BaseException as error:
                 failure = error if isinstance(error, OSError) else OSError(0, f"the writer ended: {error!r}")
-                for _, _, written in (*waiting, *self._waiting):
-                    if not written.done():
-                        written.set_exception(failure)
+                for each in (*waiting, *self._waiting):
+                    if not each.written.done():
+                        each.written.set_exception(failure)
                 self._waiting.clear()
                 if not isinstance(error, OSError):
                     raise
                 return
-            for _, _, written in waiting:
-                if not written.done():
-                    written.set_result(None)
+            for each in waiting:
+                self._end(each)
+
+    def _end(self, waiting: _Waiting) -> None:
+        """Count an answer that is on the disk, whether or not somebody still waits for it."""
+        try:
+            self._note(waiting.custom_id, waiting.status)
+        except DamagedAnswers as error:
+            if not waiting.written.done():
+                waiting.written.set_exception(error)
+        else:
+            if not waiting.written.done():
+                waiting.written.set_result(None)
 
     def _append(self, parts: list[bytes]) -> None:
         """Append to the files; nothing stays in a file of what did not get into it whole."""
