@@ -11,7 +11,7 @@ import pytest
 import scheduler_world
 from hypothesis import given
 from hypothesis import strategies as st
-from image_world import SEEING, Eyes, Seeing, SeeingPair, full_pages, text
+from image_world import SEEING, Eyes, Seeing, SeeingPair, SeeingSide, full_pages, text
 from numpy.typing import NDArray
 from scheduler_world import INFO, PAGE_SIZE, Engine, Tiered, room_of
 from support.clock import FakeClock
@@ -265,6 +265,21 @@ def test_a_cancelled_request_gives_up_its_rows_and_asks_for_nothing_more(steps: 
     assert instance.gate.store.num_pinned == 0
     instance.check_empty()
     instance.ask(1, PROMPT, IMAGES)
+
+
+def test_a_cancelled_prompt_of_p_gives_up_its_rows_before_its_peer_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = SeeingPair()
+    monkeypatch.setattr(SeeingSide, "abort", lambda side, room, error: None)
+    pair.prefill.is_slow = True
+    pair.submit(0, PROMPT, IMAGES)
+    for _ in range(6):
+        pair.turn()
+    pair.prefill.source.prepare(key_of(1))
+    pair.prefill.step()
+    pair.prefill.scheduler.submit(CancelRequest(room_of(0)))
+    pair.prefill.step()
+    assert not pair.prefill.scheduler.is_idle and pair.prefill.gate.store.num_pinned == 0
+    assert not pair.prefill.source.open
 
 
 def test_patches_that_raise_end_the_requests_of_the_image_alone() -> None:
