@@ -272,8 +272,10 @@ class RequestArrivals:
         self._ends.end_all(error)
 
     def flush_cache(self) -> None:
-        """Forget the cached prefixes, and stop all loads from the tiers; the rest of those prompts is computed."""
+        """Forget the cached prefixes and features, and stop all loads from the tiers; the rest of those prompts is
+        computed."""
         self._cache.flush()
+        self._resources.images.store.drop_all()
         self._core.engine.tiers.flush()
         for sequence in self._sequences.queue(SequenceState.COMPUTING):
             holds = sequence.holds

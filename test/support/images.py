@@ -97,8 +97,8 @@ def expected_with_images(
 class VisionExecutor(ChecksumExecutor):
     """A `ChecksumExecutor` with a feature region. It checks that no chunk has rows of an image that is not placed."""
 
-    def __init__(self, info: ExecutorInfo, pool: ChecksumPool) -> None:
-        super().__init__(info, pool, Pace())
+    def __init__(self, info: ExecutorInfo, pool: ChecksumPool, pace: Pace = Pace()) -> None:
+        super().__init__(info, pool, pace)
         self.region = np.zeros(info.image_rows, np.uint32)
         self.spans: dict[int, list[ImageSpan]] = {}
         self.encoded: list[bytes] = []

@@ -8,20 +8,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import scheduler_world
 from hypothesis import given
 from hypothesis import strategies as st
-from image_world import SEEING, Eyes, Seeing, SeeingPair, full_pages, text
+from image_world import SEEING, Eyes, Seeing, SeeingPair, SeeingSide, full_pages, text
 from numpy.typing import NDArray
-from scheduler_world import INFO, PAGE_SIZE, room_of
+from scheduler_world import INFO, PAGE_SIZE, Engine, Tiered, room_of
 from support.clock import FakeClock
-from support.images import expected_with_images, image, key_of
-from support.requests import prefill_request
+from support.images import PumpedSource, VisionExecutor, expected_with_images, image, key_of
+from support.requests import prefill_request, unified_request
 
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, DecodeLost, Internal, InvalidRequest, StepFailed, TransferStalled
 from chitu.instance.images import FeatureStore, PromptImages, StoredImage
 from chitu.kv_cache import prefix_index
-from chitu.protocol import CancelRequest, Fork, ImagePart, pack_i32
+from chitu.protocol import CancelRequest, Fork, ImagePart, SamplingParams, pack_i32
 
 PROMPT = text(0, 30)
 IMAGES = (image(1, 6, 6, side=2), image(2, 14, 7))
@@ -98,6 +99,14 @@ def test_an_image_of_two_prompts_is_encoded_once() -> None:
         sorted(instance.executor.encoded) == [key_of(1), key_of(2)] == sorted(key for key, _ in instance.source.asked)
     )
     assert instance.scheduler.load.images == 2 and instance.scheduler.load.image_rows_used == 0
+
+
+def test_a_flush_forgets_features() -> None:
+    instance = Seeing()
+    instance.ask(0, PROMPT, IMAGES)
+    instance.scheduler.flush_cache()
+    assert instance.ask(1, PROMPT, IMAGES) == 0
+    assert instance.executor.encoded == [key_of(1), key_of(2)] * 2
 
 
 def test_the_rows_of_a_step_are_bounded_but_for_one_large_image() -> None:
@@ -258,6 +267,21 @@ def test_a_cancelled_request_gives_up_its_rows_and_asks_for_nothing_more(steps: 
     instance.ask(1, PROMPT, IMAGES)
 
 
+def test_a_cancelled_prompt_of_p_gives_up_its_rows_before_its_peer_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = SeeingPair()
+    monkeypatch.setattr(SeeingSide, "abort", lambda side, room, error: None)
+    pair.prefill.is_slow = True
+    pair.submit(0, PROMPT, IMAGES)
+    for _ in range(6):
+        pair.turn()
+    pair.prefill.source.prepare(key_of(1))
+    pair.prefill.step()
+    pair.prefill.scheduler.submit(CancelRequest(room_of(0)))
+    pair.prefill.step()
+    assert not pair.prefill.scheduler.is_idle and pair.prefill.gate.store.num_pinned == 0
+    assert not pair.prefill.source.open
+
+
 def test_patches_that_raise_end_the_requests_of_the_image_alone() -> None:
     instance = Seeing()
     instance.executor.bad_patches.add(key_of(1))
@@ -314,6 +338,34 @@ def test_features_placed_before_a_mixed_change_of_weights_are_encoded_again() ->
     instance.run()
     assert instance.executor.weights == 1 and instance.executor.encoded == [key_of(1)] * 2
     instance.check_empty()
+
+
+class TieredEyes(Engine, VisionExecutor):
+    """Eyes of an instance with tiers."""
+
+    def __init__(self, info: ExecutorInfo, num_pages: int, page_size: int, aux_rows: NDArray[np.uint8]) -> None:
+        super().__init__(info, num_pages, page_size, aux_rows)
+        self.info, self.region = SEEING, np.zeros(SEEING.image_rows, np.uint32)
+
+
+def test_tiers_have_the_pages_of_an_image_and_its_prompt_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_world, "Engine", TieredEyes)
+    instance = Tiered(16)
+    source = instance.scheduler._images._source = PumpedSource()
+    for index, (images, loaded) in enumerate(
+        [(IMAGES, 0), (IMAGES, 28), ((image(1, 6, 6, side=2), image(7, 14, 7)), 12)]
+    ):
+        half = unified_request(room_of(index), "r", pack_i32(PROMPT), SamplingParams(3, temperature=0.0), images=images)
+        instance.scheduler.submit(half)
+        while room_of(index) not in instance.finishes:
+            instance.pump()
+            source.prepare()
+            instance.step()
+        instance.run()
+        assert instance.tokens[room_of(index)] == expected_with_images(PROMPT, images, 3, INFO.vocab_size)
+        assert instance.cached.get(room_of(index), 0) == loaded
+        instance.evict()
+    assert [key for key, _ in source.asked] == [key_of(1), key_of(2), key_of(7)]
 
 
 class StatefulEyes(Eyes):
