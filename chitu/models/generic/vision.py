@@ -95,7 +95,7 @@ class Vision:
         }
         taken = inspect.signature(self.body.forward).parameters
         given = {name: value for name, value in offered.items() if name in taken}
-        layers = list(zip(*(each.split(shape.hidden_size, dim=1) for each in features), strict=True))
+        layers = list(zip(*(each.chunk(1 + shape.num_deep, dim=1) for each in features), strict=True))
 
         def hidden(pooled: Any) -> torch.Tensor:
             encoded = {GIVEN_FEATURES: {"image": _Encoded(pooled, [list(layer) for layer in layers[1:]])}}
