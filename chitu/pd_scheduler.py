@@ -109,10 +109,11 @@ class PDScheduler:
         self._planned_s = self._read_s = 0.0
         """When the newest step was planned, and when the newest one that is done was read."""
         self.turns = 0
-        """Calls of `step`, including idle ones, and layers computed in a step with prompt tokens, which may take long;
-        any thread may read it."""
+        """Calls of `step`, including idle ones, and layers computed in a step with prompt tokens and blocks of the
+        vision tower, which may take long; any thread may read it."""
         self._is_checked = True
         self._idle_since_s: float | None = None
+        core.engine.report_blocks(self._note_block)
 
     # ------------------------------------------------------------------------------------------------------ any thread
 
@@ -218,6 +219,11 @@ class PDScheduler:
         if step.has_work:
             self._launched = self._launch(step)
 
+    def _note_block(self) -> None:
+        """Note that a step which encodes images has come to the next block of the vision tower."""
+        self.turns += 1
+        self._role.note_block()
+
     def _take_images(self) -> None:
         """Take the images that were prepared, and end the requests whose images were not."""
         for sequence, error in self._images.take():
@@ -235,6 +241,7 @@ class PDScheduler:
         self._arrivals.flush_cache()
         self._cache.use_fingerprint(fingerprint)
         self._images.forget()
+        self._core.engine.report_blocks(self._note_block)  # of another model, perhaps
         if not self.is_done:
             for sequence in self._sequences.open:
                 if sequence.output.num_sent < len(sequence.emitted) and sequence.output.group > 1:

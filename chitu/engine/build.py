@@ -185,6 +185,12 @@ class RankEngine:
     make_sampler: Callable[[], tuple[Sampler, GrammarStore]]
     """Makes what D and unified instances sample with; P's own sampler, if any, follows no grammars."""
 
+    def report_blocks(self, report: Callable[[], None]) -> None:
+        """Have `report` called before each block of the vision tower is computed, if the model has one."""
+        tower = vision_of(self.runner.model)
+        if tower is not None:
+            tower.report_blocks(report)
+
     def begin_sampling(self) -> GrammarStore:
         """Have the rank sample and decode, which on P it does not, and return the compiled grammars. Step thread, with
         no step in flight. Steps that decode are recorded when the first of their size comes."""

@@ -58,6 +58,9 @@ class LoadedEngine:
     lane: PromptLane | None = None
     """The executor, if a unified instance computes prompts beside its decode steps (`scheduler.lanes`)."""
 
+    report_blocks: Callable[[Callable[[], None]], None] = lambda report: None
+    """Has a function called before each block of the vision tower is computed, within `launch`."""
+
     @property
     def others(self) -> Sequence[StepSizes]:
         """What the other members of its group compute in the newest turn; nothing if it steps alone."""

@@ -83,6 +83,10 @@ class InstanceRole(ABC):
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
+    def note_block(self) -> None:
+        """Note that a step which encodes images goes on."""
+        return
+
     @abstractmethod
     def schedule(self, plan: StepPlan) -> Step | None:
         """Plan the next step. Return None if the step in flight has to be read first, because a request needs what
@@ -175,6 +179,9 @@ class PrefillRole(InstanceRole):
                 [KVChunk(c.sequence.room, pages_of(c.sequence.room), c.start, c.start + c.length) for c in chunks]
             )
         return Step(plan, [], chunks, [], most_tokens)
+
+    def note_block(self) -> None:
+        self._sender.feed.note_advance()
 
     def after_launch(self, step: Step) -> list[Sequence]:
         self._prefill.after_launch(step.chunks)

@@ -322,7 +322,7 @@ class ChunkFeed:
             self._layers_are_done(layer if first_layer is None else first_layer, layer + 1, ready)
 
     def note_advance(self) -> None:
-        """Note that P has prepared or encoded an image, for which a prompt may wait."""
+        """Note that P has prepared an image, or computed a part of its features, for which a prompt may wait."""
         with self._lock:
             self.num_layers_done += 1
 

@@ -26,6 +26,11 @@ class VisionTower(Protocol):
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
         ...
 
+    def report_blocks(self, report: Callable[[], None]) -> None:
+        """Call `report`, in place of any former one, before each block of the tower is computed: features of a large
+        image take long."""
+        ...
+
     def encode(
         self, images: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int], device: torch.device
     ) -> list[torch.Tensor]:

@@ -167,7 +167,7 @@ class ImageTable:
         if not places:
             return None
         both_2M = self._upload(torch.from_numpy(np.concatenate(places, axis=1)))
-        features, *deeper = self.region[both_2M[1]].split(self.shape.hidden_size, dim=1)
+        features, *deeper = self.region[both_2M[1]].chunk(1 + self.shape.num_deep, dim=1)
         ends_T = self._ends(spans, positions, runs) if self.shape.whole_images else None
         return ImageRows(both_2M[0], features, tuple(deeper), ends_T)
 

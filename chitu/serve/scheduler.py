@@ -235,6 +235,7 @@ def _build(
         weights=loader,
         lockstep=lockstep,
         lane=rank.lane,
+        report_blocks=rank.report_blocks,
     )
     group = _meet_members(instance, rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from image_checkpoints import (
 )
 
 from chitu.engine.executor import Admit, EncodeImage, FirstToken, PlaceImage, PrefillChunk, StepPlan
+from chitu.models.model import vision_of
 from chitu.ops.interface import Batch, ImageRows
 from chitu.protocol import pack_i32
 
@@ -188,6 +190,15 @@ def test_rows_of_p_and_of_d_are_those_of_transformers(pair: Pair, record_propert
         on_p, on_d = pair.run(chunk)
         record_property(f"chunks of {chunk}", f"P {max(on_p):.1e}, D {max(on_d):.1e}")
         assert max(on_p) < BOUND and max(on_d) < BOUND, (chunk, on_p, on_d)
+
+
+def test_a_step_that_encodes_says_so_at_each_block_of_the_tower(pair: Pair) -> None:
+    reports, tower = list[str](), vision_of(pair.prefill.runner.model)
+    assert tower is not None
+    for name in ("a former one", "the present one"):
+        tower.report_blocks(partial(reports.append, name))
+    pair.prefill.runner.execute(pair.encoding())
+    assert len(reports) >= 2 and set(reports) == {"the present one"}
 
 
 def changed(batch: Batch, **change: Callable[[ImageRows], Any]) -> Batch:

@@ -88,6 +88,9 @@ class ChecksumRank:
     def begin_sampling(self) -> None:
         """Do nothing: the executor samples in any role."""
 
+    def report_blocks(self, report: Callable[[], None]) -> None:
+        """Do nothing: there is no vision tower."""
+
     def prepare_thread(self) -> None:
         """Do nothing: there is no math library."""
 

@@ -447,6 +447,15 @@ def test_p_and_d_give_the_tokens_of_a_unified_instance(overlap: bool, is_d_seein
         instance.check_empty()
 
 
+def test_each_block_of_the_tower_is_a_sign_of_life_of_the_step_thread_and_of_p() -> None:
+    pair = SeeingPair()
+    for instance, advances in ((pair.prefill, 1), (pair.decode, 0)):
+        turns, before = instance.scheduler.turns, pair.wire.__dict__.get("advances", 0)
+        instance.scheduler._note_block()
+        assert instance.scheduler.turns == turns + 1
+        assert pair.wire.__dict__.get("advances", 0) == before + advances
+
+
 def test_d_finds_the_pages_of_an_image_and_not_those_of_another() -> None:
     pair = SeeingPair()
     pair.ask(0, PROMPT, [image(1, 5, 9)])

@@ -628,7 +628,7 @@ def test_max_tokens_is_not_judged_beside_the_field_that_overrides_it() -> None:
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE])
 def test_of_a_large_body_no_field_but_its_content_may_be_large(route: str) -> None:
-    decoder, content = DECODERS[route], {"prompt", "messages", "tokens", "prediction"}
+    decoder, content = DECODERS[route], {"prompt", "messages", "tokens", "prediction", "images"}
     fields = [name for name in BODIES[route].__struct_fields__ if name not in content]
     padding = " " * LARGE_BODY_BYTES
     for name in fields:

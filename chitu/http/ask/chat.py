@@ -55,7 +55,8 @@ def chat_messages(
                 if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
                     raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
         is_asked = i >= question and message.role == "user"
-        content, thought = _content(message, f"{where}.content", left, is_asked)
+        own = left if images is None or message.role in SEEING else left.without_images
+        content, thought = _content(message, f"{where}.content", own, is_asked)
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
@@ -77,7 +78,6 @@ def chat_messages(
 def _content(message: ChatMessage, where: str, left: LeftOut, is_asked: bool) -> tuple[str, str]:
     """Return a message's text, and the reasoning that is among its parts. `is_asked`: as of `text_of`."""
     content = message.content
-    left = left if message.role in SEEING else left.without_images
     if content is None:
         if message.role not in ("assistant", "tool"):  # a tool may return nothing
             raise InvalidRequest(f"{where} is required", where)

@@ -9,7 +9,7 @@ no attribute tells (`is_whole`) is found by the self-check (`image_check.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Vision:
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._arguments = frozenset(inspect.signature(getattr(body, FEATURES)).parameters)
+        self._report: Callable[[], None] | None = None
 
     @property
     def shape(self) -> FeatureShape:
@@ -95,7 +96,7 @@ class Vision:
         }
         taken = inspect.signature(self.body.forward).parameters
         given = {name: value for name, value in offered.items() if name in taken}
-        layers = list(zip(*(each.split(shape.hidden_size, dim=1) for each in features), strict=True))
+        layers = list(zip(*(each.chunk(1 + shape.num_deep, dim=1) for each in features), strict=True))
 
         def hidden(pooled: Any) -> torch.Tensor:
             encoded = {GIVEN_FEATURES: {"image": _Encoded(pooled, [list(layer) for layer in layers[1:]])}}
@@ -110,6 +111,20 @@ class Vision:
         finally:
             if hasattr(self.body, "rope_deltas"):
                 self.body.rope_deltas = None  # kept from one call to the next
+
+    def report_blocks(self, report: Callable[[], None]) -> None:
+        """Call `report`, in place of any former one, before each block of the tower is computed."""
+        is_new, self._report = self._report is None, report
+        if not is_new:
+            return
+        for name, part in self.body.named_modules():
+            if name.startswith(tuple(self.names)) and isinstance(part, torch.nn.ModuleList):
+                for block in part:
+                    block.register_forward_pre_hook(self._begin_block)
+
+    def _begin_block(self, _block: torch.nn.Module, _args: object) -> None:
+        if self._report is not None:
+            self._report()
 
     def step_bytes(self, num_rows: int) -> int:
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
