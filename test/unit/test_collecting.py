@@ -36,6 +36,8 @@ from chitu.tokenizer import StopScanner
 
 CHOICES = 8
 TOP = 20
+BLIND: Any = SimpleNamespace(has_vision=False)
+"""A model without vision."""
 LETTER = ord("a")
 
 
@@ -71,7 +73,7 @@ class World:
         router: Any = SimpleNamespace(cancel=lambda generation, **more: None)
         none: Any = None
         self.clock = FakeClock()
-        self.routes = GenerationRoutes(none, router, none, RouterConfig(), self.clock, lambda scope: "", none)
+        self.routes = GenerationRoutes(BLIND, router, none, RouterConfig(), self.clock, lambda scope: "", none)
         self.options = options = output_options(body)
         ids = [LETTER] * prompt_tokens
         self.prompt = Prompt(pack_i32(ids), prompt_tokens, "a" * prompt_tokens if options.echo else "")
@@ -313,7 +315,7 @@ async def test_no_comment_is_written_if_the_key_is_0() -> None:
     none: Any = None
     world, router = World(CompletionBody(stream=True), 0), SimpleNamespace(cancel=none)
     config: Any = RouterConfig(stream_comment_s=0)
-    routes = GenerationRoutes(none, router, none, config, world.clock, lambda scope: "", none)  # type: ignore[arg-type]
+    routes = GenerationRoutes(BLIND, router, none, config, world.clock, lambda scope: "", none)  # type: ignore[arg-type]
     exchange: Any = world.client
     routes._streams[exchange] = world.parsed, world.running
     for _ in range(100):
