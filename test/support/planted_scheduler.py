@@ -48,9 +48,9 @@ class WrongAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def attention(self, *values: Any) -> Any:
+    def append_attention(self, *values: Any) -> Any:
         layer, self._calls = self._calls % self._num_layers, self._calls + 1
-        mixed = self._ops.attention(*values)
+        mixed = self._ops.append_attention(*values)
         return mixed * 1.5 if layer == self._layer else mixed
 
 
