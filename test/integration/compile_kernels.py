@@ -258,20 +258,22 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     tensors |= {"lows_ptr": WIDE, "found_ptr": "*i32"}
     masked = {"work_ptr": WIDE, "rows_ptr": INT, "packed_ptr": INT32}
     found.append(variant(sampling._forbid, masked, {"CHUNK": sampling.CHUNK}, num_warps=8))
-    for has_edited in (False, True):
-        chunks = -(-VOCABULARY // sampling.CHUNK)
+    tensors |= dict.fromkeys(("token_ids_ptr", "checksums_ptr", "headers_ptr"), INT)
+    for has_edited, is_aux in ((False, False), (True, False), (False, True)):
+        chunks, peaks = -(-VOCABULARY // sampling.CHUNK), -(-(VOCABULARY + is_aux) // sampling.CHUNK)
         sizes = {"CHUNKS": chunks, "CHUNK": sampling.CHUNK, "HAS_EDITED": has_edited}
         options = {"num_warps": 8, "enable_fp_fusion": False}
         found.append(variant(sampling._peaks, tensors, sizes, **options))
-        sizes |= {"CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        sizes |= {"CHUNKS_PAD": triton.next_power_of_2(chunks), "PEAKS": peaks, "IS_AUX": is_aux}
+        sizes |= {"PEAKS_PAD": triton.next_power_of_2(peaks)}
         found.append(variant(sampling._measure, tensors, sizes, **options))
         sizes |= {"CAPACITY": sampling.CAPACITY}
         found.append(variant(sampling._gather, tensors, sizes, **options))
-        found.append(variant(sampling._finish, tensors, sizes, **options))
+        found.append(variant(sampling._finish, tensors, sizes | {"HEADER_NUMBERS": 8 * is_aux}, **options))
     greedily = {"words_ptr": INT32} | dict.fromkeys(
         ("index_ptr", "weights_ptr", "peaks_ptr", "sums_ptr", "numbers_ptr", "headers_ptr", "rows_ptr"), INT
     )
-    greedily |= {"token_ids_ptr": INT, "tokens_ptr": INT}
+    greedily |= {"token_ids_ptr": INT, "tokens_ptr": INT, "collected_ptr": INT32}
     for is_aux in (False, True):
         chunks = -(-(VOCABULARY + is_aux) // greedy.CHUNK)
         sizes = {"CHUNKS": chunks, "IS_AUX": is_aux}
