@@ -234,8 +234,8 @@ def parts_of(python: str, out: Path, is_twin: bool) -> list[list[Part]]:
     stages = [right] if (os.cpu_count() or 1) >= 8 else [[part] for part in right]
     stages += [[bench("steps", 130, "attention,steps")], [bench("served", 180, "served")]]
     stages += [
-        [bench("shapes", 150, "lanes,shapes")],
-        [bench("hops", 45, "hops")],
+        [bench("shapes", 138, "lanes,shapes")],
+        [bench("hops", 40, "hops")],
         [bench("budget", 90, "budget")],
         [bench("transfer", 50, "transfer")],
     ]
