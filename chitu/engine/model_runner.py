@@ -32,6 +32,7 @@ from chitu.engine.executor import (
     run_warmup,
 )
 from chitu.engine.expert_group import ExpertGroup
+from chitu.engine.first_tokens import numbers_of
 from chitu.engine.image_features import see
 from chitu.engine.lanes import Lanes
 from chitu.engine.mtp import Forwarded, MtpDrafts
@@ -299,11 +300,11 @@ class ModelRunner:
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
-        numbers_3R = self._begin(plan)
+        numbers_4R = self._begin(plan)
         slots: list[int] = []
         tokens: list[torch.Tensor] = []
         if plan.first_tokens and self._model.is_main:
-            tokens.append(self._draw_first(plan.first_tokens, numbers_3R))
+            tokens.append(self._draw_first(plan.first_tokens, numbers_4R))
             slots.extend(first.slot for first in plan.first_tokens)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
@@ -326,8 +327,8 @@ class ModelRunner:
         self._forwarded, self._drafts, self._rows = [], {}, None
 
     def _begin(self, plan: StepPlan) -> torch.Tensor:
-        """Change the slots as the plan says, before it computes. Return aux rows, slots and positions of the first
-        tokens, on the device."""
+        """Change the slots as the plan says, before it computes. Return the numbers of the first tokens, on the
+        device."""
         self._forget_step()
         self._drafts = {draft.slot: draft.tokens for draft in plan.drafts}
         self._require_possible(plan)
@@ -345,7 +346,7 @@ class ModelRunner:
         self._moves.move(plan)
         if plan.encode or plan.place:
             see(self._slots.images, self._model, plan)
-        return numbers.view(3, -1)
+        return numbers
 
     def _share(
         self, shard: Shard, plan: StepPlan, slots: Sequence[int], tokens_N: torch.Tensor | None
@@ -374,14 +375,16 @@ class ModelRunner:
             if count > 1:
                 self._slots.settle(slot, count - 1)
 
-    def _draw_first(self, first_tokens: Sequence[FirstToken], numbers_3R: torch.Tensor) -> torch.Tensor:
-        """Draw first tokens from aux rows, and append them. `numbers`: aux rows, slots and positions. Note what is
-        found in the rows that are to be checked: of the bytes that the tokens are drawn from."""
-        slots = [first.slot for first in first_tokens]
-        is_plain = self._sampler_of(slots).is_greedy(slots) and not self._logprobs.has(slots)
-        if self._greedy is None or not is_plain:
-            return self._sample(self._first_logits(first_tokens, numbers_3R[0]), slots, 0).tokens_N
-        tokens_R, found_RC, both = self._greedy.first_tokens(self._pool.aux, numbers_3R, self._slots.token_ids)
+    def _draw_first(self, first_tokens: Sequence[FirstToken], numbers_4R: torch.Tensor) -> torch.Tensor:
+        """Draw first tokens from aux rows, and append them. `numbers`: as `GreedyKernels.first_tokens` has them. Note
+        what is found in the rows that are to be checked: of the bytes that the tokens are drawn from."""
+        slots, greedy, draws = [first.slot for first in first_tokens], self._greedy, None
+        sampler = self._sampler_of(slots)
+        if not (is_greedy := sampler.is_greedy(slots)):
+            draws = sampler.draws_of(slots)
+        if greedy is None or self._logprobs.has(slots) or not (is_greedy or draws is not None):
+            return self._sample(self._first_logits(first_tokens, numbers_4R[0]), slots, 0).tokens_N
+        tokens_R, found_RC, both = greedy.first_tokens(self._pool.aux, numbers_4R, self._slots.token_ids, draws)
         self._slots.count_tokens(slots)
         if self._row_sums is not None:
             self._note_rows(first_tokens, found_RC, both)
@@ -632,18 +635,17 @@ class ModelRunner:
     # ------------------------------------------------------------------------------------------------ slots and pages
 
     def _admit_all(self, plan: StepPlan) -> torch.Tensor:
-        """Fill slots and append pages. Return aux rows, slots and positions of the first tokens on the device, where
-        all of it gets by one copy."""
+        """Fill slots and append pages. Return the numbers of the first tokens on the device, where all of it gets by
+        one copy."""
         first = plan.first_tokens if self._model.is_main else []
-        lengths = {admit.slot: len(admit.token_ids) // 4 for admit in plan.admit} if first else {}
-        positions = [lengths.get(each.slot) or self._slots[each.slot].num_tokens for each in first]
-        more = [*[each.aux_slot for each in first], *[each.slot for each in first], *positions]
+        more, lengths = numbers_of(first, plan.admit, self._slots, self._sampler)
         token_ids, numbers = self._slots.admit(plan.admit, plan.append, more)
-        for admit, row in zip(plan.admit, token_ids, strict=True):
-            self._admit(admit, row)
-        return numbers
+        firsts, *drawn = torch.split(numbers, lengths)
+        for admit, row, own in zip(plan.admit, token_ids, drawn, strict=True):
+            self._admit(admit, row, own if len(own) else None)
+        return firsts.view(4, -1)
 
-    def _admit(self, admit: Admit, token_ids: torch.Tensor) -> None:
+    def _admit(self, admit: Admit, token_ids: torch.Tensor, numbers: torch.Tensor | None) -> None:
         if self._mtp is not None:
             self._mtp.admit(admit.slot, admit.kv_len)
         if admit.state_slot >= 0:
@@ -651,7 +653,7 @@ class ModelRunner:
         if admit.sampling is not None:
             if self._sampler is None:
                 raise Internal("this executor has no sampler")
-            self._sampler.admit(admit.slot, token_ids, admit.prompt_len, admit.sampling)
+            self._sampler.admit(admit.slot, token_ids, admit.prompt_len, admit.sampling, numbers)
             self._logprobs.admit(admit.slot, admit.sampling.logprobs)
 
     def _release(self, slot: int) -> None:

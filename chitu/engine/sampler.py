@@ -18,6 +18,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, 
 from chitu.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from chitu.ops.kernels.sampling import SamplingKernels
+    from chitu.ops.kernels.sampling import Draws, SamplingKernels
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -57,6 +58,11 @@ GREEDY_BELOW = 1e-5
 _PRESENCE, _FREQUENCY, _REPETITION = range(3, 6)
 _PENALTY_ROW, _LENGTH = range(3, 5)
 """Columns of the float and the int table. `sampling_numbers` has the columns before them."""
+NUM_FLOATS, NUM_INTS = 6, 5
+
+
+def _is_penalised(params: SamplingParams) -> bool:
+    return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 class Sampler:
@@ -79,8 +85,9 @@ class Sampler:
         self._eos = eos_token_ids
         self._states: list[SamplingSlot | None] = [None] * num_slots
         self._special: set[int] = set()
-        self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
-        self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
+        # One table, so that a slot's numbers are one copy; the floats are float64.
+        self._numbers = torch.zeros(num_slots, NUM_FLOATS + NUM_INTS, dtype=torch.int64, device=device)
+        self._floats, self._ints = self._numbers[:, :NUM_FLOATS].view(torch.float64), self._numbers[:, NUM_FLOATS:]
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
         # A count of 0 protects token 0 if it is only padding.
@@ -107,11 +114,14 @@ class Sampler:
         return self._counts.shape[0]
 
     @torch.inference_mode()
-    def admit(self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams) -> None:
+    def admit(
+        self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams, numbers: Tensor | None = None
+    ) -> None:
         """Start or resume a request in a slot. Replaces the request of an admitted slot.
 
         `token_ids`: int64 `[prompt + already emitted]` on this device; the first `prompt_len` are the prompt. Ignores
-        bias and stop ids outside the vocabulary: the router refuses them.
+        bias and stop ids outside the vocabulary: the router refuses them. `numbers`: what `numbers_of` returns, on this
+        device, if it was uploaded with something else.
         """
         self.release(slot)
         emitted = token_ids.shape[0] - prompt_len
@@ -129,10 +139,10 @@ class Sampler:
         random = params.temperature >= GREEDY_BELOW
         state = SamplingSlot(
             random=random,
-            top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
+            top_k=self._top_k(params),
             top_p=params.top_p,
             filtered=random and (0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0),
-            penalised=(params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
+            penalised=_is_penalised(params),
             num_tokens=token_ids.shape[0],
             bias=entries_of(bias),
             masked=NO_ENTRIES if course is not None else entries_of(dict.fromkeys(masked, -torch.inf)),
@@ -150,17 +160,45 @@ class Sampler:
             self._history[slot] = NONE
             self._history[slot, HISTORY - newest.shape[0] :] = newest
         row = self._count_tokens(slot, token_ids, prompt_len) if state.penalised else 0
+        if numbers is None:
+            numbers = upload(self._numbers_of(params, emitted, state.num_tokens, row), self.device)
+        self._numbers[slot] = numbers
+
+    def numbers_of(self, params: SamplingParams, num_tokens: int, prompt_len: int) -> list[int]:
+        """Return what an admission with so many tokens uploads; empty if that depends on others, or it is nothing."""
+        if _is_penalised(params) or params.temperature < GREEDY_BELOW:
+            return []
+        return self._numbers_of(params, num_tokens - prompt_len, num_tokens, 0)
+
+    def _numbers_of(self, params: SamplingParams, emitted: int, num_tokens: int, penalty_row: int) -> list[int]:
+        """Return a slot's row of the tables."""
         floats = [
-            sampling_ops.unit_of(params.temperature) if random else 0.0,
+            sampling_ops.unit_of(params.temperature) if params.temperature >= GREEDY_BELOW else 0.0,
             params.top_p,
             sampling_ops.log_min_p(params.min_p),
             params.presence_penalty,
             params.frequency_penalty,
             params.repetition_penalty,
         ]
-        ints = [sampling_ops.int64_of(params.seed), emitted, state.top_k, row, state.num_tokens]
-        self._floats[slot] = upload(floats, self.device, torch.float64)
-        self._ints[slot] = upload(ints, self.device)
+        ints = [sampling_ops.int64_of(params.seed), emitted, self._top_k(params), penalty_row, num_tokens]
+        return [*np.array(floats).view(np.int64).tolist(), *ints]
+
+    def _top_k(self, params: SamplingParams) -> int:
+        """Return top-k, 0 if it leaves all tokens."""
+        return params.top_k if 0 < params.top_k < self.vocab_size else 0
+
+    def drawn_slot(self, slot: int, params: SamplingParams | None = None) -> int:
+        """Return the slot, or -1 if its tokens are those of largest logits. `params`: of an admission to come."""
+        is_random = self._require(slot).random if params is None else params.temperature >= GREEDY_BELOW
+        return slot if is_random else -1
+
+    def draws_of(self, slots: list[int]) -> Draws | None:
+        """Return how kernels draw the next token of each slot; None if there are none, or more is to be done."""
+        states = [self._require(slot) for slot in slots]
+        if self._kernels is None or any(state.edited for state in states):
+            return None
+        is_cut = any(state.top_k > 0 or state.top_p < 1.0 for state in states if state.random)
+        return self._kernels.draws(self._floats, self._ints, is_cut)
 
     def release(self, slot: int) -> None:
         """Free a slot. Idempotent."""

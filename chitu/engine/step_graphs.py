@@ -219,11 +219,9 @@ class StepGraphs:
             hidden_BD = self._forward(batch)
             if kept_BD is not None:
                 kept_BD.copy_(hidden_BD)
-            logits = self._model.logits(hidden_BD)
-            if logits is None:  # the tokens come from the main rank
+            if self._model.logits(hidden_BD, logits_BV) is None:  # the tokens come from the main rank
                 rows_2B[1] += rows_2B[0] != table.scratch_slot
                 return
-            logits_BV.copy_(logits)
             self._append(logits_BV, rows_2B, table.token_ids, tokens_B, table.scratch_slot)
 
         return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B, kept_BD)

@@ -40,6 +40,7 @@ from chitu.ops.interface import (
     Ops,
     RotaryTable,
     Routes,
+    no_callback,
 )
 from chitu.ops.routing import Router
 from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
@@ -344,7 +345,7 @@ class DecoderModel:
     ) -> tuple[torch.Tensor, ChosenPositions | None]:
         """Return `x_TD` behind a layer, and which positions it has chosen."""
         ops, attention, k_PKSN, v_PKSN = self.ops, layer.attention, cache.k[index], cache.v[index]
-        soon: Callable[[], None] = _no_callback
+        soon: Callable[[], None] = no_callback
         if on_layer is not None and self.shard is None:
             soon = functools.partial(on_layer, index)
         if isinstance(attention, AttentionLayer) and (index, KEYS) in cache.states:
@@ -354,9 +355,7 @@ class DecoderModel:
             soon()
         elif isinstance(attention, AttentionLayer):
             qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
-            q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
-            soon()
-            mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
+            mixed_TC = ops.append_attention(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN, soon)
         else:
             norm_D, pages = layer.input_norm_D, (k_PKSN, v_PKSN)
             mixed_TC, choice = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, pages, soon, choice)
@@ -386,15 +385,19 @@ class DecoderModel:
         """Whether this rank gets the logits."""
         return self.shard is None or self.shard.rank == MAIN_RANK
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
-        return self._logits(hidden_RD, self.final_norm_D)
+    def logits(self, hidden_RD: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result, in `out` if that is given; None on all
+        ranks but the main one."""
+        return self._logits(hidden_RD, self.final_norm_D, out_RV)
 
-    def _logits(self, hidden_RD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor | None:
-        logits_RV = self.ops.norm_linear(hidden_RD, norm_D, self.eps, self.head).float()
+    def _logits(
+        self, hidden_RD: torch.Tensor, norm_D: torch.Tensor, out_RV: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         if self.shard is None:
-            return logits_RV
-        return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])
+            return self.ops.norm_logits(hidden_RD, norm_D, self.eps, self.head, out_RV)
+        own_RV = self.ops.norm_logits(hidden_RD, norm_D, self.eps, self.head)
+        logits_RV = self.shard.gather_columns(own_RV, [len(rows) for rows in self.vocabulary])
+        return logits_RV if logits_RV is None or out_RV is None else out_RV.copy_(logits_RV)
 
     def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return chosen rows of `forward`'s result behind the final norm. The next call may reuse the memory."""
@@ -455,7 +458,3 @@ class DecoderModel:
         if self.shard is None:
             return linears.linear_add(x_TI, weight, residual_TD)
         return residual_TD.add_(self.shard.all_reduce(linears.linear(x_TI, weight)))
-
-
-def _no_callback() -> None:
-    """Do nothing, in place of a callback."""

@@ -112,8 +112,9 @@ class Model(Protocol):
         """Take part, without rows, in a step of other ranks among which the experts are spread."""
         ...
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
+    def logits(self, hidden_RD: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result, in `out` if that is given; None on all
+        ranks but the main one."""
         ...
 
     def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ Of latent attention: L latent, R rotated part, C = L + R. Of experts: see `routi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -185,6 +185,10 @@ class ExpertWeights(Protocol):
     def num_experts(self) -> int: ...
 
 
+def no_callback() -> None:
+    """Do nothing, in place of a callback."""
+
+
 class Ops(Protocol):
     """Operations of a device. Results are new tensors unless documented otherwise; the next call may reuse them."""
 
@@ -233,6 +237,19 @@ class Ops(Protocol):
         """Return `linear(rms_norm(x))`. One launch on a device on which launches are costly."""
         return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
 
+    def norm_logits(
+        self,
+        x_TD: torch.Tensor,
+        norm_D: torch.Tensor,
+        eps: float,
+        weight: LinearWeight,
+        out_TV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return `norm_linear(x)` as float32, in `out` if that is given. One launch on a device on which launches are
+        costly."""
+        logits_TV = self.norm_linear(x_TD, norm_D, eps, weight)
+        return logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
+
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         """Return `gate_up(rms_norm(x))`."""
         return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
@@ -278,6 +295,22 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Return the causal attention `[T, H N]` of every row over its slot's pages."""
         ...
+
+    def append_attention(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+        written: Callable[[], None] = no_callback,
+    ) -> torch.Tensor:
+        """Do what `rope_append` and then `attention` do, and return `[T, H N]`. Call `written` once K and V of all
+        spans are written. Decoding rows are one launch on a device on which launches are costly."""
+        q_THN = self.rope_append(qkv_TC, heads, rotary, batch, k_PKSN, v_PKSN)
+        written()
+        return self.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
 
     def latent_append(
         self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor

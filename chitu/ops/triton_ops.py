@@ -7,6 +7,7 @@ the device reads all else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +24,18 @@ from chitu.ops.interface import (
     RotaryTable,
     Routes,
     Span,
+    no_callback,
 )
 from chitu.ops.kept import Form, KeptBlocks, Matrix, Weights, dequantised, stack_of
 from chitu.ops.kept_on_cards import keeps_on_cards
-from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
+from chitu.ops.kernels.attention import (
+    PROGRAMS_EACH,
+    append_attention,
+    decode_attention,
+    is_narrow,
+    num_splits_for,
+    prefill_attention,
+)
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
@@ -135,6 +144,23 @@ class TritonOps:
         small_linear(x_TD, w.weight, w.bias, out_TO, scales=_scales(w), norm_I=norm_D, eps=eps)
         return out_TO
 
+    def norm_logits(
+        self,
+        x_TD: torch.Tensor,
+        norm_D: torch.Tensor,
+        eps: float,
+        weight: LinearWeight,
+        out_TV: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not _norms_within(x_TD):
+            logits_TV = self.norm_linear(x_TD, norm_D, eps, weight)
+            return logits_TV.float() if out_TV is None else out_TV.copy_(logits_TV)
+        w = _prepared(weight)
+        if out_TV is None:
+            out_TV = x_TD.new_empty(x_TD.shape[0], w.out_features, dtype=torch.float32)
+        small_linear(x_TD, w.weight, w.bias, out_TV, scales=_scales(w), norm_I=norm_D, eps=eps)
+        return out_TV
+
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         return self._gate_up(x_TD, norm_D, eps, weight)
 
@@ -170,9 +196,10 @@ class TritonOps:
         return route(x_TD, router, self._counters(x_TD.device), self._num_multiprocessors)
 
     def _counters(self, device: torch.device) -> torch.Tensor:
-        """Return the counters of the router's programs. No two steps run at once."""
+        """Return the counters of programs of the router, and of decode attention, which has splits for fewer rows and
+        heads than this. No two steps run at once."""
         if self._arrived is None:
-            self._arrived = counters(device)
+            self._arrived = counters(device, PROGRAMS_EACH * self._num_multiprocessors)
         return self._arrived
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
@@ -204,13 +231,57 @@ class TritonOps:
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
+        out_THN = torch.empty_like(q_THN)
+        mixed_TC = self._attend_spans(q_THN, heads, batch, k_PKSN, v_PKSN, out_THN)
+        if batch.decode_row < q_THN.shape[0]:
+            rows = self._decoding(heads, batch, k_PKSN)
+            q_BHN, out_BHN = q_THN[batch.decode_row :], out_THN[batch.decode_row :]
+            decode_attention(q_BHN, k_PKSN, v_PKSN, *rows[:3], out_BHN, *rows[3:], heads.window, heads.sinks_H)
+        return mixed_TC
+
+    def append_attention(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+        written: Callable[[], None] = no_callback,
+    ) -> torch.Tensor:
+        first, (num_rows, _) = batch.decode_row, qkv_TC.shape
+        out_THN = qkv_TC.new_empty(num_rows, heads.num_heads, heads.head_dim)
+        mixed_TC = out_THN.view(num_rows, -1)
+        if first:
+            q_THN = qkv_TC.new_empty(first, heads.num_heads, heads.head_dim)
+            rows = batch.slots_T[:first], batch.positions_T[:first]
+            rope_append(qkv_TC[:first], heads, rotary, *rows, batch.page_table, k_PKSN, v_PKSN, q_THN)
+            written()
+            mixed_TC = self._attend_spans(q_THN, heads, batch, k_PKSN, v_PKSN, out_THN)
+        if first < num_rows:
+            slots_B, positions_B, table, splits, arrived = self._decoding(heads, batch, k_PKSN)
+            where = k_PKSN, v_PKSN, slots_B, positions_B, table
+            append_attention(qkv_TC[first:], heads, rotary, *where, out_THN[first:], splits, arrived)
+        if not first:
+            written()
+        return mixed_TC
+
+    def _attend_spans(
+        self,
+        q_THN: torch.Tensor,
+        heads: HeadSpec,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+        out_THN: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the rows of spans into `out_THN`, and return it as `[T, H N]`, or a tensor in its place."""
         tiles_Y4, whole = batch.tiles_Y4, tuple[Span, ...]()
         if heads.is_plain:
             routes = self._routes_of(batch)
             if routes.is_alone:
                 return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
             tiles_Y4, whole = routes.tiles_Y4, routes.whole
-        out_THN = torch.empty_like(q_THN)
         for span in whole:
             rows = slice(span.row, span.row + span.length)
             out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
@@ -218,25 +289,17 @@ class TritonOps:
         if tiles_Y4.shape[0]:
             table = batch.page_table
             prefill_attention(q_THN, k_PKSN, v_PKSN, tiles_Y4, table, out_THN, window=window, sinks_H=sinks_H)
-        decode = slice(batch.decode_row, None)
-        num_decoding = q_THN.shape[0] - batch.decode_row
-        if num_decoding:
-            longest = batch.page_table.shape[1] * k_PKSN.shape[2]
-            longest = min(longest, window or longest)
-            splits = num_splits_for(num_decoding, heads.num_kv_heads, longest, self._num_multiprocessors)
-            decode_attention(
-                q_THN[decode],
-                k_PKSN,
-                v_PKSN,
-                batch.slots_T[decode],
-                batch.positions_T[decode],
-                batch.page_table,
-                out_THN[decode],
-                splits,
-                window,
-                sinks_H,
-            )
-        return out_THN.view(q_THN.shape[0], -1)
+        return out_THN.view(out_THN.shape[0], -1)
+
+    def _decoding(
+        self, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+        """Return slots, positions and page table of the rows that decode, splits and counters for them."""
+        slots_B, positions_B = batch.slots_T[batch.decode_row :], batch.positions_T[batch.decode_row :]
+        longest = batch.page_table.shape[1] * k_PKSN.shape[2]
+        longest = min(longest, heads.window or longest)
+        splits = num_splits_for(slots_B.shape[0], heads.num_kv_heads, longest, self._num_multiprocessors)
+        return slots_B, positions_B, batch.page_table, splits, self._counters(slots_B.device)
 
     def _routes_of(self, batch: Batch) -> AttentionPlan:
         if self._routes is None or self._routes.batch is not batch:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTS = "chitu.serve.api_server, chitu.serve.scheduler, chitu.tools.bench.gpu.__main__, pytest, hypothesis"
 SETS = {
     "first": "truth,kernels,engine,steps,served",
-    "second": "shapes,budget,transfer,staging,clusters",
+    "second": "shapes,hops,budget,transfer,staging,clusters",
 }
 """Halves that end within ten minutes each."""
 LEAST_S = 12
@@ -234,7 +234,8 @@ def parts_of(python: str, out: Path, is_twin: bool) -> list[list[Part]]:
     stages = [right] if (os.cpu_count() or 1) >= 8 else [[part] for part in right]
     stages += [[bench("steps", 130, "attention,steps")], [bench("served", 180, "served")]]
     stages += [
-        [bench("shapes", 150, "lanes,shapes")],
+        [bench("shapes", 138, "lanes,shapes")],
+        [bench("hops", 40, "hops")],
         [bench("budget", 90, "budget")],
         [bench("transfer", 50, "transfer")],
     ]

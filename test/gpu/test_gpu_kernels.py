@@ -84,6 +84,29 @@ def test_rotation_norms_and_pages(card):
         assert torch.equal(own[1].float(), right[1]), "values are copied as they are"
 
 
+def test_attention_from_the_projection_is_that_of_two_launches_each_time(card):
+    """The last split joins what the others stored: a stale number would show in one of many runs."""
+    ops = TritonOps(card.num_multiprocessors)
+    for heads, kv_heads, dim in shapes_of(card):
+        batch, num_pages = batch_on(card, 1)
+        torch.manual_seed(dim)
+        norms = (torch.rand(2, dim, device=card.device) + 0.5).to(card.dtype)
+        spec = HeadSpec(heads, kv_heads, dim, 1e-6, norms[0], norms[1])
+        angles = torch.rand(int(batch.positions_T.max()) + 1, dim // 2, device=card.device) * 6
+        rotary = RotaryTable(angles.cos(), angles.sin())
+        qkv = torch.randn(len(batch.slots_T), (heads + 2 * kv_heads) * dim, device=card.device).to(card.dtype)
+        k, v = torch.randn(2, num_pages, kv_heads, PAGE, dim, device=card.device).to(card.dtype)
+        right_k, right_v = k.clone(), v.clone()
+        expected = ops.attention(
+            ops.rope_append(qkv, spec, rotary, batch, right_k, right_v), spec, batch, right_k, right_v
+        )
+        first = ops.append_attention(qkv, spec, rotary, batch, k, v)
+        assert relative_error(first, expected.float()) < 0.005
+        assert relative_error(k, right_k.float()) < 0.001 and torch.equal(v, right_v)
+        for _ in range(card.size(200, 1)):
+            assert torch.equal(ops.append_attention(qkv, spec, rotary, batch, k, v), first)
+
+
 def test_pages_of_e4m3_and_attention_over_them(card):
     """Values become the same bytes as in torch. So do keys, except where the rotation's last bit decides."""
     ops = TritonOps(card.num_multiprocessors)

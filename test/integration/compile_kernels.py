@@ -138,7 +138,8 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     kinds = (WIDE, HALF) if has_float32 else (HALF,)
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
-    tensors |= {"sinks_ptr": WIDE}
+    tensors |= {"sinks_ptr": WIDE, "q_norm_ptr": HALF, "k_norm_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
+    tensors |= {"eps": FLOAT, "arrived_ptr": INT32}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
     for queries, pages in VARIANTS:
         tile_rows, keys = attention.prefill_tile(queries == WIDE)
@@ -150,17 +151,17 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
             found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
         if queries == WIDE and not has_float32:
             continue
-        for is_split in (False, True):
+        for is_split, own_rows in itertools.product((False, True), (0, attention.OWN_ROWS)):
             split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
+            split |= {"SPLITS_PAD": attention.MAX_SPLITS, "OWN_ROWS": own_rows, "HAS_NORM": own_rows > 0}
             for more in MORE[::-1] if queries == HALF else MORE[:1]:
                 found.append(variant(attention._decode_split, here, own | split | more, num_warps=4, num_stages=3))
         constants = {"HEADS": KV_HEADS, "VALUES": PAGE * DIM, "BLOCK": gather.VALUES_AT_ONCE, "DIM": DIM}
         here = here | {"pages_ptr": INT}
         found.append(variant(gather._gather_pages, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
-    join = {"DIM": DIM, "DIM_PAD": DIM, "SPLITS_PAD": 32}
-    found.append(variant(attention._join_splits, tensors, join, num_warps=4))
-    append = tensors | {"qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF}
-    append |= {"cos_ptr": WIDE, "sin_ptr": WIDE, "eps": FLOAT}
+    join = {"DIM": 512, "DIM_PAD": 512, "SPLITS_PAD": attention.MAX_SPLITS}
+    found.append(variant(mla._join_splits, tensors, join, num_warps=8))
+    append = tensors | {"qkv_ptr": HALF}
     for has_norm in (False, True):
         heads = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "HALF_PAD": DIM // 2, "PAGE": PAGE}
         constants = heads | {"AT_ONCE": rope.HEADS_AT_ONCE, "HAS_NORM": has_norm}
@@ -175,6 +176,8 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
         num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
+        if num_out == VOCABULARY:
+            here["out_ptr"] = WIDE
         which = {"has_norm": has_norm, "is_gated": is_gated, "is_hopper": arch == 90}
         tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, **which)
         fused = {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
@@ -255,20 +258,22 @@ def variants(has_float32: bool, arch: int) -> list[Variant]:
     tensors |= {"lows_ptr": WIDE, "found_ptr": "*i32"}
     masked = {"work_ptr": WIDE, "rows_ptr": INT, "packed_ptr": INT32}
     found.append(variant(sampling._forbid, masked, {"CHUNK": sampling.CHUNK}, num_warps=8))
-    for has_edited in (False, True):
-        chunks = -(-VOCABULARY // sampling.CHUNK)
+    tensors |= dict.fromkeys(("token_ids_ptr", "checksums_ptr", "headers_ptr"), INT)
+    for has_edited, is_aux in ((False, False), (True, False), (False, True)):
+        chunks, peaks = -(-VOCABULARY // sampling.CHUNK), -(-(VOCABULARY + is_aux) // sampling.CHUNK)
         sizes = {"CHUNKS": chunks, "CHUNK": sampling.CHUNK, "HAS_EDITED": has_edited}
         options = {"num_warps": 8, "enable_fp_fusion": False}
         found.append(variant(sampling._peaks, tensors, sizes, **options))
-        sizes |= {"CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        sizes |= {"CHUNKS_PAD": triton.next_power_of_2(chunks), "PEAKS": peaks, "IS_AUX": is_aux}
+        sizes |= {"PEAKS_PAD": triton.next_power_of_2(peaks)}
         found.append(variant(sampling._measure, tensors, sizes, **options))
         sizes |= {"CAPACITY": sampling.CAPACITY}
         found.append(variant(sampling._gather, tensors, sizes, **options))
-        found.append(variant(sampling._finish, tensors, sizes, **options))
+        found.append(variant(sampling._finish, tensors, sizes | {"HEADER_NUMBERS": 8 * is_aux}, **options))
     greedily = {"words_ptr": INT32} | dict.fromkeys(
         ("index_ptr", "weights_ptr", "peaks_ptr", "sums_ptr", "numbers_ptr", "headers_ptr", "rows_ptr"), INT
     )
-    greedily |= {"token_ids_ptr": INT, "tokens_ptr": INT}
+    greedily |= {"token_ids_ptr": INT, "tokens_ptr": INT, "collected_ptr": INT32}
     for is_aux in (False, True):
         chunks = -(-(VOCABULARY + is_aux) // greedy.CHUNK)
         sizes = {"CHUNKS": chunks, "IS_AUX": is_aux}

@@ -169,12 +169,20 @@ class GreedySampler:
         self.admitted: dict[int, tuple[torch.Tensor, int]] = {}
         """Token ids and prompt length by slot. Token ids stay on their device: an admission must not wait for it."""
 
-    def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None:
+    def admit(
+        self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams, numbers: None = None
+    ) -> None:
         assert slot not in self.admitted
         self.admitted[slot] = token_ids, prompt_len
 
     def release(self, slot: int) -> None:
         del self.admitted[slot]
+
+    def numbers_of(self, params: SamplingParams, num_tokens: int, prompt_len: int) -> list[int]:
+        return []
+
+    def drawn_slot(self, slot: int, params: SamplingParams | None = None) -> int:
+        return -1
 
     def is_greedy(self, slots: list[int]) -> bool:
         return all(slot in self.admitted for slot in slots)

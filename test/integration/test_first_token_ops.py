@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 from engine_checkpoints import VOCAB_SIZE, Engine, generate, make_prompt, write_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.operations import Operations
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from chitu.engine import batch
 from chitu.engine.executor import FirstToken, PrefillChunk, StepPlan
@@ -29,7 +29,10 @@ from chitu.protocol import SamplingParams
 from chitu.types import new_room
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
+from triton.runtime.interpreter import GridExecutor
+
 from chitu.ops.kernels.greedy import GreedyKernels
+from chitu.ops.kernels.sampling import SamplingKernels
 
 CPU = torch.device("cpu")
 CHUNK = 64
@@ -48,11 +51,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def kernels_of(
-    num_rows: int, vocab: int, hidden: int = 0, chunk: int = 4096, kind: type[GreedyKernels] = GreedyKernels
-) -> GreedyKernels:
+def kernels_of(num_rows: int, vocab: int, hidden: int = 0, chunk: int = 4096) -> GreedyKernels:
     weights = torch.from_numpy(row_weights(AUX_HEADER_BYTES + 4 * (vocab + hidden)))
-    return kind(num_rows, vocab, AUX_HEADER_BYTES, weights, chunk)
+    return GreedyKernels(num_rows, vocab, AUX_HEADER_BYTES, weights, chunk)
 
 
 def logits_of(rows: int, vocab: int, seed: int, marks: list[tuple[int, int]]) -> torch.Tensor:
@@ -96,38 +97,85 @@ def test_the_kernels_draw_and_check_rows_as_torch_does(
     aux = torch.randint(0, 256, (6, num_bytes), generator=generator, dtype=torch.uint8)
     logits = logits_of(6, vocab, seed, marks)
     aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * vocab].view(torch.float32)[:] = logits
-    numbers = torch.stack([torch.randperm(6, generator=generator)[:rows], torch.arange(rows), torch.arange(rows) + 2])
+    places, slots = torch.randperm(6, generator=generator)[:rows], torch.arange(rows)
+    numbers = torch.stack([places, torch.full_like(slots, -1), slots, slots + 2])
     token_ids = torch.full((6, 9), -5)
     tokens, found, both = kernels_of(4, vocab, hidden, CHUNK).first_tokens(aux, numbers, token_ids)
     expected = greedy(logits[numbers[0]])
     assert torch.equal(tokens, expected)
     assert torch.equal(found, RowSums(num_bytes, CPU).checked(aux[numbers[0]], end))
     assert torch.equal(both, torch.cat([tokens, found.flatten()]))
-    assert torch.equal(token_ids[numbers[1], numbers[2]], expected.clamp(min=0))
+    assert torch.equal(token_ids[numbers[2], numbers[3]], expected.clamp(min=0))
     assert (token_ids == -5).sum() == 54 - rows
+
+
+SAMPLED = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 4},
+    {"top_p": 0.7, "temperature": 1.9},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    {"min_p": 0.3},
+)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.sampled_from(SAMPLED), min_size=1, max_size=4),
+    st.sampled_from([1, 37, 63, 130]),
+    st.sampled_from([0, 1, 70]),
+    st.integers(0, 99),
+    marks,
+    st.sampled_from([512, 5]),
+)
+def test_the_kernels_draw_seeded_rows_as_torch_does(
+    batch: list[dict[str, float]], vocab: int, hidden: int, seed: int, marks: list[tuple[int, int]], capacity: int
+) -> None:
+    """`capacity`: for a whole row, or so small that rows are searched. Twice: a draw depends on the tokens before."""
+    num_bytes, end, rows = aux_row_bytes(vocab + hidden), AUX_HEADER_BYTES + 4 * (vocab + hidden), len(batch)
+    generator = torch.Generator().manual_seed(seed)
+    aux = torch.randint(0, 256, (6, num_bytes), generator=generator, dtype=torch.uint8)
+    logits = logits_of(6, vocab, seed, marks)
+    aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * vocab].view(torch.float32)[:] = logits
+    twin, sampler = (
+        Sampler(8, vocab, CPU, (), kernels) for kernels in (None, SamplingKernels(8, vocab, CPU, CHUNK, capacity))
+    )
+    places, slots = torch.randperm(6, generator=generator)[:rows], torch.arange(rows) + 3
+    for slot, asked in zip(slots.tolist(), batch, strict=True):
+        params = SamplingParams(9, seed=seed + slot, **asked)
+        twin.admit(slot, torch.arange(5) % vocab, 4, params)
+        uploaded = torch.tensor(sampler.numbers_of(params, 5, 4))
+        sampler.admit(slot, torch.arange(5) % vocab, 4, params, uploaded if len(uploaded) else None)
+    drawn = torch.tensor([sampler.drawn_slot(slot) for slot in slots.tolist()])
+    token_ids, kernels = torch.full((8, 9), -5), kernels_of(4, vocab, hidden, CHUNK)
+    for position in (2, 3):
+        numbers = torch.stack([places, drawn, slots, torch.full_like(slots, position)])
+        draws = sampler.draws_of(slots.tolist())
+        tokens, found, both = kernels.first_tokens(aux, numbers, token_ids, draws)
+        expected = twin.sample(logits[places], slots.tolist())
+        assert torch.equal(tokens, expected)
+        assert torch.equal(found, RowSums(num_bytes, CPU).checked(aux[places], end))
+        assert torch.equal(both, torch.cat([tokens, found.flatten()]))
+        assert torch.equal(token_ids[slots, position], expected.clamp(min=0))
+    assert (token_ids == -5).sum() == 72 - 2 * rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The count. A launch of a kernel is one operation, an upload one, the copy to the host one.
 
 
-class Counted(GreedyKernels):
-    """Kernels each call of which counts as two launches in `Operations`; what the interpreter does counts as none."""
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count each launch in the `Operations` that count; what the interpreter does for it counts as none."""
+    launch = GridExecutor.__call__
 
-    count: Operations | None = None
-
-    def first_tokens(self, *args):
+    def counted(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        for mode in _get_current_dispatch_mode_stack():
+            mode.names.append(self.fn.__name__)
         with _disable_current_modes():
-            result = super().first_tokens(*args)
-        if self.count is not None:
-            self.count.names += ["_scan", "_append"]
-        return result
+            launch(self, *args, **kwargs)
 
-    def append_(self, *args):
-        with _disable_current_modes():
-            super().append_(*args)
-        if self.count is not None:
-            self.count.names += ["_scan", "_append"]
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
 
 
 class Noted:
@@ -166,10 +214,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operations]:
 
 def engine_of(folder, kernels: GreedyKernels | None) -> tuple[Engine, MetadataBuffers]:
     """Return an engine that checks rows, on a twin of a device with a queue, and the rows."""
-    sampler = Sampler(8, VOCAB_SIZE, CPU, (2,))
+    sampler = Sampler(8, VOCAB_SIZE, CPU, (2,), SamplingKernels(8, VOCAB_SIZE, CPU) if kernels is not None else None)
     engine = Engine(folder, ops=TorchOps(), max_model_len=128, sampler=sampler, checks_rows=True, greedy=kernels)
     engine.runner._tokens = type(engine.runner._tokens)(88, Noted, is_pinned=False)
     return engine, MetadataBuffers(DeviceRows(engine.pool.aux), 4 * VOCAB_SIZE)
+
+
+def alone(logits: torch.Tensor, sampling: SamplingParams) -> list[int]:
+    """Return the first token by torch."""
+    sampler = Sampler(1, VOCAB_SIZE, CPU, (2,))
+    sampler.admit(0, torch.tensor([1]), 1, sampling)
+    return sampler.sample(logits[None], [0]).tolist()
 
 
 def first(engine: Engine, slot: int, aux_slot: int, sampling: SamplingParams, is_checked: bool = True) -> StepPlan:
@@ -177,31 +232,49 @@ def first(engine: Engine, slot: int, aux_slot: int, sampling: SamplingParams, is
     return StepPlan(admit=[admit], first_tokens=[FirstToken(slot, aux_slot, is_checked=is_checked)])
 
 
-def test_from_ps_logits_to_ds_token_a_device_does_fifteen_things_and_two_threads_wait(folder, monkeypatch):
-    kernels = kernels_of(8, VOCAB_SIZE, kind=Counted)
-    engine, buffers = engine_of(folder, kernels)
+@pytest.mark.parametrize(
+    ("sampling", "launched"),
+    [
+        (GREEDY, ["_scan", "_append"]),
+        (SamplingParams(9, seed=7), ["copy_", "_scan", "_measure", "_finish"]),
+        (SamplingParams(9, seed=7, top_p=0.9), ["copy_", "_scan", "_measure", "_gather", "_finish"]),
+    ],
+    ids=["greedy", "seeded", "seeded and cut"],
+)
+def test_from_ps_logits_to_ds_token_a_device_does_fifteen_things_and_two_threads_wait(
+    folder, monkeypatch, sampling, launched
+):
+    """A seeded request has a row of the sampler's tables, too, which is copied behind the same upload."""
+    engine, buffers = engine_of(folder, kernels_of(8, VOCAB_SIZE))
     room = new_room()
     engine.pool.aux_logits[3] = torch.randn(VOCAB_SIZE)
-    plan = first(engine, 5, 3, GREEDY)
+    plan = first(engine, 5, 3, sampling)
     with counted(monkeypatch) as sealed:
         buffers.seal(3, room)
     written = ["upload", "_copy_pieces"]  # `BlockCopier.copy`, for which P's transfer thread waits
     Noted.waits = 0
     with counted(monkeypatch) as drawn:
-        kernels.count = drawn
         step = engine.runner.launch(plan)
     result = step.result()
-    assert drawn.names == ["upload", "copy_", "index_put_", "_scan", "_append", "copy_"]
+    assert drawn.names == ["upload", "copy_", "index_put_", *launched, "copy_"]
     assert len(sealed.names) + len(written) + len(drawn.names) <= MOST_OPERATIONS
     assert Noted.waits == 1, "for the token alone"
-    assert result.tokens == [int(engine.pool.aux_logits[3].argmax())]
+    assert result.tokens == alone(engine.pool.aux_logits[3], sampling)
     assert buffers.judge(3, room, result.rows[5]) == 0
     assert int(engine.runner._slots.token_ids[5, 20]) == result.tokens[0]
 
 
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingParams(9, seed=7), SamplingParams(9, temperature=0.0, logprobs=2)]
+    "sampling",
+    [
+        GREEDY,
+        SamplingParams(9, seed=7, top_k=40),
+        SamplingParams(9, temperature=0.0, logprobs=2),
+        SamplingParams(9, seed=7, logprobs=2),
+        SamplingParams(9, seed=7, logit_bias={4: 3.0}),
+        SamplingParams(9, seed=7, repetition_penalty=1.2),
+    ],
 )
 def test_first_tokens_are_those_of_torch_and_what_is_found_too(folder, sampling, is_checked):
     found = []
@@ -248,7 +321,7 @@ def test_a_recorded_decode_that_ends_in_the_kernels_gives_the_tokens_of_one_that
 
 def test_a_recorded_decode_ends_in_two_launches(folder):
     counts = []
-    for kernels in (None, kernels_of(8, VOCAB_SIZE, kind=Counted)):
+    for kernels in (None, kernels_of(8, VOCAB_SIZE)):
         recording = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
         engine = Engine(folder, ops=TorchOps(), max_model_len=128, recording=recording, greedy=kernels)
         generate(engine, [make_prompt(20)], 3)
@@ -256,8 +329,6 @@ def test_a_recorded_decode_ends_in_two_launches(folder):
         engine.runner.execute(StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, 20, sample=True)]))
         engine.runner.execute(StepPlan(decode=[0]))
         with Operations() as operations:
-            if kernels is not None:
-                kernels.count = operations
             engine.runner.execute(StepPlan(decode=[0]))
         counts.append(operations.names)
     torchs, launched = counts

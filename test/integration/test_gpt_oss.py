@@ -78,13 +78,14 @@ def test_windows_and_sinks_equal_the_reference(ops: Ops, window: int | None, has
 def test_the_sink_counts_once_however_many_splits_there_are(splits: int, window: int | None) -> None:
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.kernels.attention import decode_attention
+    from chitu.ops.kernels.router import counters
 
     torch.manual_seed(splits)
     table = torch.randperm(NUM_PAGES)[: 6 * MAX_PAGES].view(6, MAX_PAGES)
     positions, slots = torch.tensor([0, 63, 64, 130, MAX_PAGES * PAGE_SIZE - 1]), torch.tensor([4, 0, 5, 2, 1])
     k, v = torch.randn(2, NUM_PAGES, 2, PAGE_SIZE, 32)
     q, out, sinks = torch.randn(5, 4, 32), torch.full((5, 4, 32), float("nan")), torch.randn(4) * 2
-    decode_attention(q, k, v, slots, positions, table, out, splits, window, sinks)
+    decode_attention(q, k, v, slots, positions, table, out, splits, counters(q.device), window, sinks)
     none = torch.zeros(0, 4, dtype=torch.int64)
     batch = Batch(slots, positions, table, (), none, none, 0, tuple(slots.tolist()), 224)
     spec = HeadSpec(4, 2, 32, 1e-6, window=window, sinks_H=sinks)

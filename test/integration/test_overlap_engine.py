@@ -210,8 +210,8 @@ class FaultySampler(Sampler):
 
     raised = 0
 
-    def admit(self, slot, token_ids, prompt_len, params):
-        super().admit(slot, token_ids, prompt_len, params)
+    def admit(self, slot, token_ids, prompt_len, params, numbers=None):
+        super().admit(slot, token_ids, prompt_len, params, numbers)
         self.seeds = {**getattr(self, "seeds", {}), slot: params.seed}
 
     def sample(self, logits, slots):

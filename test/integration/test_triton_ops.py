@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.kernels.attention import FLOAT32_TILE, decode_attention, num_splits_for, prefill_attention
 from chitu.ops.kernels.blocks import BlockCopier, cut, word_bytes_of
+from chitu.ops.kernels.router import counters
 from chitu.ops.kernels.small_linear import HOPPER_BYTES, MAX_ROWS, SMALLEST_BYTES, STAGES, tiles_for
 from chitu.ops.triton_ops import TritonOps
 
@@ -67,7 +68,9 @@ def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits, k
     slots = torch.tensor([4, 0, 5, 2, 1])
     k, v = torch.randn(2, NUM_PAGES, kv_heads, PAGE_SIZE, dim)
     q, out = torch.randn(5, heads, dim), torch.full((5, heads, dim), float("nan"))
-    decode_attention(q, k, v, slots, positions, table, out, splits)
+    arrived = counters(q.device, 5 * kv_heads)
+    decode_attention(q, k, v, slots, positions, table, out, splits, arrived)
+    assert not arrived.any(), "or the next launch would join too early"
     none = torch.zeros(0, 4, dtype=torch.int64)
     batch = Batch(slots, positions, table, (), none, none, 0, tuple(slots.tolist()), 224)
     close(out.view(5, -1), REFERENCE.attention(q, HeadSpec(heads, kv_heads, dim, 1e-6), batch, k, v))

@@ -48,9 +48,9 @@ class WrongAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def attention(self, *values: Any) -> Any:
+    def append_attention(self, *values: Any) -> Any:
         layer, self._calls = self._calls % self._num_layers, self._calls + 1
-        mixed = self._ops.attention(*values)
+        mixed = self._ops.append_attention(*values)
         return mixed * 1.5 if layer == self._layer else mixed
 
 
@@ -63,7 +63,10 @@ class WrongSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def admit(self, slot: int, token_ids: Any, prompt_len: int, params: SamplingParams) -> None:
+    def numbers_of(self, *values: Any) -> list[int]:
+        return []  # they would be right
+
+    def admit(self, slot: int, token_ids: Any, prompt_len: int, params: SamplingParams, numbers: None) -> None:
         if self._fault == "seed":
             params = msgspec.structs.replace(params, seed=params.seed + 1)
         self._sampler.admit(slot, token_ids, prompt_len - (self._fault == "position"), params)

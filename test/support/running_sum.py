@@ -85,8 +85,8 @@ class RunningSum:
                 out_TD[index] = self._advance(state, int(token_ids_T[index]))
         return out_TD
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        return torch.mm(hidden_RD, self._head_DV)
+    def logits(self, hidden_RD: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(hidden_RD, self._head_DV, out=out_RV)
 
     def reference(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits `[V]` behind these tokens."""

@@ -117,9 +117,13 @@ class GenericModel:
         assert self._experts is not None
         self._experts.lend()
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
-        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
-        return self.own_logits(hidden_RD) if self.is_main else None
+    def logits(self, hidden_RD: torch.Tensor, out_RV: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result, in `out` if that is given; None on all
+        ranks but the main one."""
+        if not self.is_main:
+            return None
+        logits_RV = self.own_logits(hidden_RD)
+        return logits_RV if out_RV is None else out_RV.copy_(logits_RV)
 
     def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return the rows: the library's decoder ends with the norm."""

@@ -1,6 +1,6 @@
 """Greedy tokens in two launches: each row's largest logit, whether the row is sound, and its token appended to its
 sequence. For first tokens the rows are aux rows, and the first launch also sums up what their checksums cover: a row is
-read once.
+read once. If some of them are drawn, the launches of `sampling.py` follow the first one in place of the second.
 
 Gives the tokens of `sampling_ops.greedy`, bit by bit, and the sums of `kv_cache/device_rows.py`. Called by
 `ModelRunner` and `StepGraphs` on the step thread. Every launch can be captured in a CUDA graph.
@@ -21,18 +21,21 @@ from chitu.ops.kernels.sampling import (
     LARGEST_PACKED,
     LOWEST,
     NO_TOKEN,
+    Draws,
     _best,
     _ordered,
+    found_in_row,
 )
 
 
 # The numbers of a launch begin anywhere in one upload: an alignment more would be a kernel more, compiled by a request.
 @triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["index_ptr"])
 def _scan(
-    words_ptr, index_ptr, weights_ptr, peaks_ptr, sums_ptr, row_stride, num_words, vocab,
+    words_ptr, index_ptr, weights_ptr, peaks_ptr, sums_ptr, collected_ptr, row_stride, num_words, vocab,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, IS_AUX: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk). Aux rows are at `index`, and begin one word before the logits."""
+    """Program (row, chunk). Aux rows are at `index`, and begin one word before the logits. Of these nothing is
+    collected yet (`sampling._gather`)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = at - 1 if IS_AUX else at
@@ -45,6 +48,8 @@ def _scan(
     if IS_AUX:
         weights = tl.load(weights_ptr + at, mask=at < num_words, other=0)
         tl.store(sums_ptr + row * CHUNKS + chunk, tl.sum(words.to(tl.int64) * weights, 0))
+        if chunk == 0:
+            tl.store(collected_ptr + row, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "scratch_slot"], do_not_specialize_on_alignment=["numbers_ptr", "rows_ptr"])
@@ -65,12 +70,14 @@ def _append(
     place = position if IS_AUX else position + 1
     tl.store(token_ids_ptr + slot * token_stride + place, tl.where(is_sound, token, 0))
     if IS_AUX:
-        c, h = tl.arange(0, CHUNKS_PAD), tl.arange(0, HEADER_NUMBERS)
-        found_ptr = tokens_ptr + num_rows + row * (HEADER_NUMBERS + 1)
-        source = tl.load(numbers_ptr + row)
-        tl.store(found_ptr + h, tl.load(headers_ptr + source * header_stride + h))
-        total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
-        tl.store(found_ptr + HEADER_NUMBERS, total)
+        found_in_row(
+            tokens_ptr + num_rows + row * (HEADER_NUMBERS + 1),
+            headers_ptr + tl.load(numbers_ptr + row) * header_stride,
+            sums_ptr + row * CHUNKS,
+            CHUNKS,
+            CHUNKS_PAD,
+            HEADER_NUMBERS,
+        )
     else:
         tl.store(rows_ptr + num_rows + row, position + (slot != scratch_slot).to(tl.int64))
 
@@ -92,6 +99,7 @@ class GreedyKernels:
         self._chunks = triton.cdiv(weights_W.shape[0], chunk)
         self._peaks = torch.empty(num_rows * self._chunks, dtype=torch.int64, device=weights_W.device)
         self._sums = torch.empty_like(self._peaks)
+        self._collected = torch.empty(num_rows, dtype=torch.int32, device=weights_W.device)
 
     def append_(
         self,
@@ -109,8 +117,8 @@ class GreedyKernels:
         padded: dict[str, Any] = {"CHUNKS_PAD": triton.next_power_of_2(chunks), "HEADER_NUMBERS": self._header_numbers}
         kernel: Any = _scan[(num_rows, chunks)]
         kernel(
-            words, none, self._weights, self._peaks, self._sums, words.stride(0), self._vocab_size, self._vocab_size,
-            CHUNK=self._chunk, num_warps=8, **sizes,
+            words, none, self._weights, self._peaks, self._sums, none, words.stride(0), self._vocab_size,
+            self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
         )  # fmt: skip
         kernel = _append[(num_rows,)]
         kernel(
@@ -119,27 +127,30 @@ class GreedyKernels:
         )  # fmt: skip
 
     def first_tokens(
-        self, aux: torch.Tensor, numbers_3R: torch.Tensor, token_ids: torch.Tensor
+        self, aux: torch.Tensor, numbers_4R: torch.Tensor, token_ids: torch.Tensor, draws: Draws | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tokens of aux rows, int64 `[R]`, what is found in the rows (header and checksum, int64 `[R, 9]`
-        with a header of 64 bytes), and both as one tensor. `numbers`: int64, the index of each row, the slot of its
-        sequence and the position to which the token is appended."""
-        num_rows = numbers_3R.shape[1]
+        with a header of 64 bytes), and both as one tensor. `numbers`: int64, the index of each row, its slot in the
+        sampler's tables or -1 if it is greedy, the slot of its sequence and the position to which the token is
+        appended. `draws`: None if all rows are greedy."""
+        num_rows = numbers_4R.shape[1]
         words, headers = aux.view(torch.int32), aux.view(torch.int64)
         out = torch.empty(num_rows * (2 + self._header_numbers), dtype=torch.int64, device=aux.device)
         sizes: dict[str, Any] = {"CHUNKS": self._chunks, "IS_AUX": True}
-        padded: dict[str, Any] = {
-            "CHUNKS_PAD": triton.next_power_of_2(self._chunks),
-            "HEADER_NUMBERS": self._header_numbers,
-        }
+        collected = self._collected if draws is None else draws.kernels.collected
         kernel: Any = _scan[(num_rows, self._chunks)]
         kernel(
-            words[:, self._first_word :], numbers_3R[0], self._weights, self._peaks, self._sums, words.stride(0),
-            self._weights.shape[0], self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
+            words[:, self._first_word :], numbers_4R[0], self._weights, self._peaks, self._sums, collected,
+            words.stride(0), self._weights.shape[0], self._vocab_size, CHUNK=self._chunk, num_warps=8, **sizes,
         )  # fmt: skip
-        kernel = _append[(num_rows,)]
-        kernel(
-            self._peaks, self._sums, numbers_3R[0], headers, numbers_3R[1:], token_ids, out, headers.stride(0),
-            token_ids.stride(0), num_rows, -1, **padded, **sizes,
-        )  # fmt: skip
+        if draws is None:
+            kernel = _append[(num_rows,)]
+            kernel(
+                self._peaks, self._sums, numbers_4R[0], headers, numbers_4R[2:], token_ids, out, headers.stride(0),
+                token_ids.stride(0), num_rows, -1, CHUNKS_PAD=triton.next_power_of_2(self._chunks),
+                HEADER_NUMBERS=self._header_numbers, **sizes,
+            )  # fmt: skip
+        else:
+            scanned = self._peaks, self._sums, self._chunks
+            draws.kernels.draw_first(aux, 8 * self._header_numbers, numbers_4R, token_ids, draws, scanned, out)
         return out[:num_rows], out[num_rows:].view(num_rows, -1), out

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import TILE_ROWS, LatentHeads, RotaryTable
-from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch, is_narrow
+from chitu.ops.kernels.attention import LOG2_E, decode_scratch, is_narrow, joined
 from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, to_e4m3
 
 KEYS = 32
@@ -225,6 +225,18 @@ def _latent_attend(
         total = tl.where(total > 0, total, 1.0)  # padding rows have no keys
         to = out_ptr + query[:, None] * LATENT + c[None, :]
         tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _join_splits(
+    partial_ptr, lse_ptr, out_ptr, num_splits, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr
+):
+    """Program (row x query head): join partial results. In a launch of its own: the last split would read those of all
+    heads, 4 MiB for 16 heads and 64 splits, alone on its multiprocessor."""
+    row = tl.program_id(0)
+    d = tl.arange(0, DIM_PAD)
+    mixed = joined(partial_ptr, lse_ptr, row, num_splits, DIM, DIM_PAD, SPLITS_PAD)
+    tl.store(out_ptr + row * DIM + d, mixed.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
 def queries_for(heads: int, narrow: bool = False) -> int:

@@ -18,7 +18,8 @@ from chitu.ops.kernels.fp8 import magnitude, row_scale, scale_at, to_e4m3
 HEADS_AT_ONCE = 8
 
 
-@triton.jit
+# The rows of a batch begin anywhere in one upload: an alignment more would be a kernel more, compiled by a request.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _rope_append(
     qkv_ptr,
     q_norm_ptr,

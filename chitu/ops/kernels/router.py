@@ -169,9 +169,9 @@ def _route(
         tl.store(weights_ptr + to, weights * scale, mask=is_chosen)
 
 
-def counters(device: torch.device) -> torch.Tensor:
+def counters(device: torch.device, count: int = MAX_ROWS) -> torch.Tensor:
     """Return counters for launches of which no two run at once."""
-    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+    return torch.zeros(max(count, MAX_ROWS), dtype=torch.int32, device=device)
 
 
 def tile_for(num_rows: int, num_experts: int, num_multiprocessors: int) -> tuple[int, int, int]:

@@ -1,4 +1,5 @@
-"""Sampling of a batch in two to four launches, without a sort over the vocabulary and without the host.
+"""Sampling of a batch in two to four launches, without a sort over the vocabulary and without the host. First tokens
+are drawn from aux rows, and appended, by the same kernels behind the scan of these rows (`greedy.py`).
 
 Gives the same tokens as `engine/sampling_ops.py`, bit by bit: sums are of integers, so neither their order nor the
 number of programs matters, and weights and exponential numbers follow `ops/sampling_numbers.py`. Called by
@@ -13,6 +14,7 @@ row), it searches the whole row: slower, with the same result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,6 +133,27 @@ def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDI
 
 
 @triton.jit
+def found_in_row(
+    to_ptr, from_ptr, sums_ptr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, HEADER_NUMBERS: tl.constexpr
+):  # fmt: skip
+    """Store the header of an aux row, and behind it its checksum, of which `sums` has the parts. Return that."""
+    c, h = tl.arange(0, CHUNKS_PAD), tl.arange(0, HEADER_NUMBERS)
+    tl.store(to_ptr + h, tl.load(from_ptr + h))
+    total = tl.sum(tl.load(sums_ptr + c, mask=c < CHUNKS, other=0), 0)
+    tl.store(to_ptr + HEADER_NUMBERS, total)
+    return total
+
+
+@triton.jit
+def _put(token, token_ptr, place_ptr, IS_AUX: tl.constexpr):
+    """Store a token, and if it is a first one, append it to its sequence. Return it."""
+    tl.store(token_ptr, token)
+    if IS_AUX:
+        tl.store(place_ptr, tl.maximum(token, 0))
+    return token
+
+
+@triton.jit
 def _best(peaks_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
     """Return key and id of a row's largest logit, as `_peaks` packs them; of equal logits the first. The key is that of
     NaN if a logit was NaN or infinity before the edits."""
@@ -160,22 +183,26 @@ def _peaks(
         tl.store(found_ptr + row, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _measure(
     logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, counts_ptr, masses_ptr,
     row_stride, num_rows, vocab, num_floats, num_ints,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
+    PEAKS: tl.constexpr, PEAKS_PAD: tl.constexpr, IS_AUX: tl.constexpr,
 ):  # fmt: skip
     """Store a chunk's winner in `sums`, or if its row is cut: its weight there, and in `counts` or `masses` (`[rows,
     CHUNKS, RUNGS]`) number or weight of its tokens from each rung up."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = tl.load(rows_ptr + row)
+    if IS_AUX:
+        logits_ptr += (source - row) * row_stride
     slot = tl.load(rows_ptr + num_rows + row)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
     if unit == 0.0:
         return
-    top = _top(_best(peaks_ptr, row, CHUNKS, CHUNKS_PAD), unit)
+    top = _top(_best(peaks_ptr, row, PEAKS, PEAKS_PAD), unit)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
+    x = _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED)
     x = tl.div_rn(x, unit)
     least = top + tl.load(floats_ptr + slot * num_floats + LOG_MIN_P).to(tl.float32)
     weight = tl.where(x >= least, _weight(x, top), 0)
@@ -198,15 +225,19 @@ def _measure(
             tl.store(masses_ptr + cells + i, tl.sum(tl.where(is_in, weight, 0), 0))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _gather(
     logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, counts_ptr, masses_ptr,
     lows_ptr, found_ptr, list_ptr, row_stride, num_rows, vocab, num_floats, num_ints,
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
     HAS_EDITED: tl.constexpr,
+    PEAKS: tl.constexpr, PEAKS_PAD: tl.constexpr, IS_AUX: tl.constexpr,
 ):  # fmt: skip
     """Collect keys and ids of the tokens that top-k or top-p may keep, in any order."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = tl.load(rows_ptr + row)
+    if IS_AUX:
+        logits_ptr += (source - row) * row_stride
     slot = tl.load(rows_ptr + num_rows + row)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
     if unit == 0.0:
@@ -215,7 +246,7 @@ def _gather(
     top_p = tl.load(floats_ptr + slot * num_floats + TOP_P)
     if (top_k == 0) & (top_p >= 1.0):
         return
-    top = _top(_best(peaks_ptr, row, CHUNKS, CHUNKS_PAD), unit)
+    top = _top(_best(peaks_ptr, row, PEAKS, PEAKS_PAD), unit)
     least = top + tl.load(floats_ptr + slot * num_floats + LOG_MIN_P).to(tl.float32)
     c, i = tl.arange(0, CHUNKS_PAD), tl.arange(0, RUNGS)
     cells = (row * CHUNKS + c[:, None]) * RUNGS + i[None, :]
@@ -230,7 +261,7 @@ def _gather(
     low = tl.max(tl.where((above.to(tl.float64) >= needed) | (i == RUNGS - 1), rungs, float("-inf")), 0)
     low = tl.where(least > low, least, low)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
+    x = _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED)
     x = tl.div_rn(x, unit)
     is_in = (x >= low).to(tl.int32)
     if chunk == 0:
@@ -277,21 +308,33 @@ def _total(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def _finish(
     logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, lows_ptr, found_ptr, list_ptr,
-    tokens_ptr, row_stride, num_rows, vocab, num_floats, num_ints,
+    tokens_ptr, token_ids_ptr, checksums_ptr, headers_ptr, row_stride, num_rows, vocab, num_floats, num_ints,
+    token_stride, header_stride,
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
     HAS_EDITED: tl.constexpr,
+    PEAKS: tl.constexpr, PEAKS_PAD: tl.constexpr, IS_AUX: tl.constexpr, HEADER_NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Program: a row. Numbers of an aux row are its place, its slot in the tables, and the slot and position of its
+    token. What is found in it comes behind the tokens of all rows."""
     row = tl.program_id(0).to(tl.int64)
     source, slot = tl.load(rows_ptr + row), tl.load(rows_ptr + num_rows + row)
-    best = _best(peaks_ptr, row, CHUNKS, CHUNKS_PAD)
+    token_ptr, place_ptr = tokens_ptr + row, token_ids_ptr
+    if IS_AUX:
+        logits_ptr += (source - row) * row_stride
+        place_ptr += tl.load(rows_ptr + 2 * num_rows + row) * token_stride + tl.load(rows_ptr + 3 * num_rows + row)
+        found_in_row(
+            tokens_ptr + num_rows + row * (HEADER_NUMBERS + 1), headers_ptr + source * header_stride,
+            checksums_ptr + row * PEAKS, PEAKS, PEAKS_PAD, HEADER_NUMBERS,
+        )  # fmt: skip
+    best = _best(peaks_ptr, row, PEAKS, PEAKS_PAD)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
     if unit == 0.0:
         best_key = best >> 32
         is_finite = (best_key < INFINITY_KEY) & (best_key > -INFINITY_KEY - 1)
-        tl.store(tokens_ptr + row, tl.where(is_finite, (best & LARGEST_KEY) ^ LARGEST_KEY, NO_TOKEN))
+        _put(tl.where(is_finite, (best & LARGEST_KEY) ^ LARGEST_KEY, NO_TOKEN), token_ptr, place_ptr, IS_AUX)
         return
     floats_ptr += slot * num_floats
     ints_ptr += slot * num_ints
@@ -301,7 +344,7 @@ def _finish(
     tl.store(ints_ptr + POSITION, tl.load(ints_ptr + POSITION) + 1)
     if (top_k == 0) & (top_p >= 1.0):
         winner = _best(sums_ptr, row, CHUNKS, CHUNKS_PAD)
-        tl.store(tokens_ptr + row, _token_of(winner))
+        _put(_token_of(winner), token_ptr, place_ptr, IS_AUX)
         return
     c = tl.arange(0, CHUNKS_PAD)
     total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
@@ -348,7 +391,7 @@ def _finish(
             CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
         winner = tl.maximum(winner, tl.max(_raced(tl.where(key >= least, weight, 0), ids, draw), 0))
-    tl.store(tokens_ptr + row, _token_of(winner))
+    _put(_token_of(winner), token_ptr, place_ptr, IS_AUX)
 
 
 @triton.jit
@@ -361,6 +404,17 @@ def _forbid(work_ptr, rows_ptr, packed_ptr, row_stride, num_words, vocab, CHUNK:
     row = tl.load(rows_ptr + mask)
     is_forbidden = ((words >> (ids % 32)) & 1) == 0
     tl.store(work_ptr + row * row_stride + ids, float("-inf"), mask=is_id & is_forbidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How rows without edits are drawn."""
+
+    kernels: SamplingKernels
+    floats: torch.Tensor
+    ints: torch.Tensor
+    is_cut: bool
+    """Whether some row has a top-k or top-p."""
 
 
 class SamplingKernels:
@@ -418,26 +472,92 @@ class SamplingKernels:
         """
         num_rows = logits_BV.shape[0]
         tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
-        grid = (num_rows, self._chunks)
-        padded = triton.next_power_of_2(self._chunks)
         edited = logits_BV if edited_EV is None else edited_EV
+        launch: Any = _peaks[num_rows, self._chunks]
+        launch(
+            logits_BV, edited, rows_2B, self._peaks, self._found, logits_BV.stride(0), num_rows, self._vocab_size,
+            HAS_EDITED=edited_EV is not None, **self._constants,
+        )  # fmt: skip
+        none = rows_2B
+        self._draw(
+            logits_BV, edited_EV, rows_2B, floats, ints, is_drawn, is_cut, tokens_B, self._peaks, self._chunks,
+            none, none, none, 0, 0,
+        )  # fmt: skip
+        return tokens_B
+
+    def draws(self, floats: torch.Tensor, ints: torch.Tensor, is_cut: bool) -> Draws:
+        """Return how rows of these tables are drawn, for `GreedyKernels.first_tokens`."""
+        return Draws(self, floats, ints, is_cut)
+
+    def draw_first(
+        self,
+        aux: torch.Tensor,
+        header_bytes: int,
+        numbers_4R: torch.Tensor,
+        token_ids: torch.Tensor,
+        draws: Draws,
+        scanned: tuple[torch.Tensor, torch.Tensor, int],
+        out: torch.Tensor,
+    ) -> None:
+        """Draw first tokens from aux rows that `greedy._scan` has read, as `sample` does, and append them. `numbers`:
+        int64, the index of each row, its slot in the tables or -1 for argmax, the slot of its sequence, and the
+        position of the token. `scanned`: peaks, parts of checksums, and chunks of a row. `out`: see `found_in_row`."""
+        words, headers = aux.view(torch.float32), aux.view(torch.int64)
+        logits = words[:, header_bytes // 4 :]
+        peaks, sums, chunks = scanned
+        strides = token_ids.stride(0), headers.stride(0)
+        self._draw(
+            logits, None, numbers_4R, draws.floats, draws.ints, True, draws.is_cut, out, peaks, chunks,
+            token_ids, sums, headers, *strides, header_numbers=header_bytes // 8,
+        )  # fmt: skip
+
+    @property
+    def collected(self) -> torch.Tensor:
+        """Number of collected tokens of each row, which the scan before `draw_first` sets to 0."""
+        return self._found
+
+    @property
+    def _constants(self) -> dict[str, Any]:
         # No fused multiply-add: two roundings make the weights the same on every device.
-        constants: dict[str, Any] = {"CHUNK": self._chunk, "HAS_EDITED": edited_EV is not None, "CHUNKS": self._chunks}
-        constants |= {"num_warps": 8, "enable_fp_fusion": False}
+        return {"CHUNK": self._chunk, "CHUNKS": self._chunks, "num_warps": 8, "enable_fp_fusion": False}
+
+    def _draw(
+        self,
+        logits_BV: torch.Tensor,
+        edited_EV: torch.Tensor | None,
+        rows: torch.Tensor,
+        floats: torch.Tensor,
+        ints: torch.Tensor,
+        is_drawn: bool,
+        is_cut: bool,
+        tokens: torch.Tensor,
+        peaks: torch.Tensor,
+        chunks: int,
+        token_ids: torch.Tensor,
+        checksums: torch.Tensor,
+        headers: torch.Tensor,
+        token_stride: int,
+        header_stride: int,
+        header_numbers: int = 0,
+    ) -> None:
+        """Launch what follows the search for the largest logits, with `chunks` of a row."""
+        num_rows = rows.shape[1]
+        edited = logits_BV if edited_EV is None else edited_EV
         sizes = (logits_BV.stride(0), num_rows, self._vocab_size)
-        widths = (floats.shape[1], ints.shape[1])
-        launch: Any = _peaks[grid]
-        launch(logits_BV, edited, rows_2B, self._peaks, self._found, *sizes, **constants)
-        constants |= {"CHUNKS_PAD": padded}
-        tables = (logits_BV, edited, rows_2B, floats, ints, self._peaks, self._sums)
+        widths = (floats.stride(0), ints.stride(0))
+        constants = {"HAS_EDITED": edited_EV is not None, "CHUNKS_PAD": triton.next_power_of_2(self._chunks)}
+        constants |= {"PEAKS": chunks, "PEAKS_PAD": triton.next_power_of_2(chunks), "IS_AUX": header_numbers > 0}
+        constants |= self._constants
+        tables = (logits_BV, edited, rows, floats, ints, peaks, self._sums)
         if is_drawn:
-            launch = _measure[grid]
+            launch: Any = _measure[num_rows, self._chunks]
             launch(*tables, *self._above, *sizes, *widths, **constants)
         constants |= {"CAPACITY": self._capacity}
         found = (self._lows, self._found, self._list)
         if is_cut:
-            launch = _gather[grid]
+            launch = _gather[num_rows, self._chunks]
             launch(*tables, *self._above, *found, *sizes, *widths, **constants)
         launch = _finish[(num_rows,)]
-        launch(*tables, *found, tokens_B, *sizes, *widths, **constants)
-        return tokens_B
+        first = (token_ids, checksums, headers)
+        strides = (token_stride, header_stride)
+        launch(*tables, *found, tokens, *first, *sizes, *widths, *strides, HEADER_NUMBERS=header_numbers, **constants)

@@ -168,7 +168,7 @@ def _small_linear(
     mask = (r[None, :] < num_rows) & is_out[:, None]
     if IS_ADDED:
         y += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(to, y.to(dtype).to(out_ptr.dtype.element_ty), mask=mask)  # logits are rounded, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def small_linear(
     is_added: bool = False,
 ) -> None:
     """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows. `scales`: of a weight
-    that stays small."""
+    that stays small. `out` may be float32: its numbers are rounded to the dtype of `x` all the same."""
     num_rows, num_out = out_TO.shape
     device = x_TI.device
     shared_bytes, is_hopper = chip_of(device)

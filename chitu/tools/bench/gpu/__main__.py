@@ -1,8 +1,9 @@
 """Every GPU performance target in one run, measured against the ceilings of the same device: `chitu bench gpu`.
 
 Ceilings first (copy, matrix product, scattered copy); then decode attention, whole decode steps and prefills of a model
-of Qwen3-0.6B's shape with random weights, a recorded chunk beside recorded decodes, KV into another process's pool, and
-1P1D beside a unified instance over HTTP; then larger shapes, and 1P1D of one of them without `cache.num_pages`.
+of Qwen3-0.6B's shape with random weights, a recorded chunk beside recorded decodes, KV into another process's pool,
+1P1D beside a unified instance over HTTP, and its hops from P's logits to D's token; then larger shapes, and 1P1D of one
+of them without `cache.num_pages`.
 Takes at most `--minutes`; a part that cannot run is reported with its reason.
 
     chitu bench gpu                       on a GPU, everything
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from chitu.tools.bench.gpu.card import Card, Row
 
 
-PARTS = ("attention", "steps", "lanes", "transfer", "served", "shapes", "budget")
+PARTS = ("attention", "steps", "lanes", "transfer", "served", "hops", "shapes", "budget")
 DEFAULT_SHAPES = "8b,8b-fp8,30b-a3b"
 
 
@@ -53,7 +54,7 @@ def measure(
     card: Card, parts: tuple[str, ...], folder: Path, end_s: float, child: list[str], names: Sequence[str]
 ) -> Iterator[Row | str]:
     """Yield rows, and a line of text for each part that could not be measured. `names`: of shapes."""
-    from chitu.tools.bench.gpu import budget, lanes, scatter, served, shapes
+    from chitu.tools.bench.gpu import budget, hops, lanes, scatter, served, shapes
     from chitu.tools.bench.gpu.kernels import attention, ceilings
     from chitu.tools.bench.gpu.steps import StepBench
 
@@ -77,6 +78,7 @@ def measure(
         "steps": of_steps,
         "transfer": lambda: scatter.rows(card, child),
         "served": lambda: served.rows(card, make_once()),
+        "hops": lambda: hops.rows(card, make_once()),
         "shapes": of_shapes,
         "budget": lambda: budget.rows(card, folder / "zeros", names[0]),
         "lanes": of_lanes,
@@ -99,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes that Triton's interpreter can do")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, comma separated")
     parser.add_argument(
-        "--shape", default=DEFAULT_SHAPES, help="models of the part `shapes`, of 0.6b, 8b, 30b-a3b, with `-fp8` behind"
+        "--shape",
+        default=DEFAULT_SHAPES,
+        help="models of the part `shapes`, of 0.6b, 8b, 30b-a3b, with `-fp8` behind, and gpt-oss-20b",
     )
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins after six sevenths of it")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)

@@ -21,9 +21,8 @@ from chitu.models.config import read_model_spec
 from chitu.models.families import traits_of
 from chitu.tools.bench.gpu.card import Card, Row
 from chitu.tools.bench.gpu.served import PROMPT_IDS, topology_overrides
-from chitu.tools.bench.gpu.shapes import shape_of
+from chitu.tools.bench.gpu.shapes import shape_of, write_shape
 from chitu.tools.bench.token_times import token_times_s
-from chitu.tools.make_model import train_tokenizer, write_settings
 
 NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 REQUESTS = 8
@@ -51,7 +50,7 @@ def rows(card: Card, folder: Path, name: str) -> Iterator[Row]:
 def write_zeros(card: Card, folder: Path, name: str) -> None:
     family, shape = shape_of(card, name)
     folder.mkdir(exist_ok=True)
-    write_settings(folder, family, shape, train_tokenizer(shape.vocab_size))
+    write_shape(folder, family, shape)
     spec = read_model_spec(folder, code="own")
     header, end = {}, 0
     for tensor, sizes in tensor_shapes(spec, traits_of(spec)):

@@ -17,7 +17,7 @@ import torch
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
 from chitu.kv_cache.pool import TORCH_DTYPES
-from chitu.ops.interface import Batch, HeadSpec, Ops
+from chitu.ops.interface import Batch, HeadSpec, Ops, RotaryTable, no_callback
 from chitu.ops.select import has_triton
 from chitu.ops.torch_ops import TorchOps
 from chitu.ops.triton_ops import TritonOps
@@ -190,10 +190,17 @@ class InterpretedOps(TorchOps):
         super().__init__()
         self._triton = triton
 
-    def attention(
-        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    def append_attention(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+        written: Callable[[], None] = no_callback,
     ) -> torch.Tensor:
-        return self._triton.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
+        return self._triton.append_attention(qkv_TC, heads, rotary, batch, k_PKSN, v_PKSN, written)
 
 
 @dataclass(slots=True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from chitu.ops.kernels.attention import decode_attention, num_splits_for
+from chitu.ops.interface import HeadSpec, RotaryTable
+from chitu.ops.kernels.attention import append_attention, num_splits_for
 from chitu.ops.kernels.blocks import WORDS_AT_ONCE, _copy_pieces
+from chitu.ops.kernels.router import counters
 from chitu.tools.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
 
 BLOCK_BYTES = 64 << 10
@@ -49,7 +51,8 @@ def _scattered_seconds(card: Card, source: torch.Tensor, target: torch.Tensor) -
 
 
 def attention(card: Card) -> Iterator[Row]:
-    """Measure attention against a copy of K and V's bytes. Regions take turns, so the device's cache never hits."""
+    """Measure attention, from the fused projection, against a copy of K and V's bytes. Regions take turns, so the
+    device's cache never hits."""
     sizes = card.sizes
     for batch in sizes.attention_batches:
         pages_each = -(-sizes.attention_context // PAGE_SIZE)
@@ -61,17 +64,24 @@ def attention(card: Card) -> Iterator[Row]:
         table = torch.randperm(batch * pages_each, device=card.device).view(batch, pages_each)
         slots = torch.arange(batch, device=card.device)
         positions = torch.full((batch,), sizes.attention_context - 1, device=card.device)
-        q = torch.randn(batch, sizes.heads, sizes.head_dim, device=card.device, dtype=card.dtype)
-        out = torch.empty_like(q)
+        width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+        qkv = torch.randn(batch, width, device=card.device, dtype=card.dtype)
+        out = torch.empty(batch, sizes.heads, sizes.head_dim, device=card.device, dtype=card.dtype)
+        norms = torch.ones(2, sizes.head_dim, device=card.device, dtype=card.dtype)
+        heads = HeadSpec(sizes.heads, sizes.kv_heads, sizes.head_dim, 1e-6, norms[0], norms[1])
+        angles = torch.zeros(sizes.attention_context, sizes.head_dim // 2, device=card.device)
+        rotary, arrived = RotaryTable(angles.cos(), angles), counters(card.device, batch * sizes.kv_heads)
         multiprocessors = torch.cuda.get_device_properties(card.device).multi_processor_count if card.is_gpu else batch
         splits = num_splits_for(batch, sizes.kv_heads, sizes.attention_context, multiprocessors)
 
-        def body(regions=regions, q=q, slots=slots, positions=positions, table=table, out=out, splits=splits) -> None:  # type: ignore[no-untyped-def]
+        rows = slots, positions, table, out, splits, arrived
+
+        def body(regions=regions, qkv=qkv, heads=heads, rotary=rotary, rows=rows) -> None:  # type: ignore[no-untyped-def]
             for k, v in regions:
-                decode_attention(q, k, v, slots, positions, table, out, splits)
+                append_attention(qkv, heads, rotary, k, v, *rows)
 
         seconds = card.seconds(card.recorder().record(body)) / num_layers
-        nbytes = 2 * batch * sizes.attention_context * sizes.kv_heads * sizes.head_dim * q.itemsize
+        nbytes = 2 * batch * sizes.attention_context * sizes.kv_heads * sizes.head_dim * qkv.itemsize
         what = f"decode attention, batch {batch}, context {sizes.attention_context}, {splits} splits"
         ratio = nbytes / seconds / card.ceilings.copy_bytes_per_s
         yield at_least(what, seconds * 1e6, "us", ratio, "copy bandwidth", ATTENTION_AIM)
