@@ -117,8 +117,9 @@ def places_in(join: Join) -> list[tuple[Role, int] | None]:
         )
     info = join.instance
     check_address(info.host, info.port)
-    if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
-        raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
+    if info.engine_rank < 0 or not all(0 <= port <= 65535 for port in (info.control_port, info.image_port)):
+        ports = f"control_port {info.control_port}, image_port {info.image_port}"
+        raise BadFrame(f"engine_rank {info.engine_rank}, {ports}: out of range")
     if info.group is not None and not 0 <= info.group.rank < info.group.size:
         raise BadFrame(f"data rank {info.group.rank} in a group of {info.group.size}: out of range")
     try:
@@ -574,6 +575,11 @@ def _require_change(info: InstanceInfo, wanted: Role) -> None:
         raise RoleRefused(f"{info.name} {doing} already")
     if wanted is info.role:
         raise RoleRefused(f"{info.name} is a {info.role} instance already")
+    if Role.ENCODE in (info.role, wanted):
+        raise RoleRefused(
+            f"{info.name} cannot become a {wanted} instance: an E has the vision tower alone, and no other instance "
+            f"becomes one; start one as `chitu join {wanted}`, then `chitu drain {info.name}`"
+        )
     if wanted not in info.roles:
         raise RoleRefused(
             f"{info.name} cannot become a {wanted} instance, as its log says at its start: start one as `chitu join "

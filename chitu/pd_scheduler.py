@@ -203,7 +203,7 @@ class PDScheduler:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
         self._ends.expire()
-        if self._images.asked:
+        if self._images.asked or self._images.pulls:
             self._take_images()
         if self._beside is not None and self._beside.handle.is_done():
             self._sync_beside()
@@ -278,8 +278,9 @@ class PDScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left, not even one that only waits for a peer to release its pages."""
-        return self.is_done and not len(self._sequences)
+        """Whether no request is left, not even one that only waits for a peer to release its pages, or an image that an
+        E may still write."""
+        return self.is_done and not len(self._sequences) and not self._images.is_lending
 
     @property
     def is_done(self) -> bool:

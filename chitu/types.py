@@ -24,15 +24,17 @@ now."""
 
 
 class Role(StrEnum):
-    """What an instance does. `unified` runs both halves in one process, without a transfer."""
+    """What an instance does. `unified` runs both halves in one process, without a transfer. `encode` computes features
+    of images for P, and takes no requests."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     UNIFIED = "unified"
+    ENCODE = "encode"
 
     @property
     def letter(self) -> str:
-        """P, D or U, as logs and the topology check print instances."""
+        """P, D, U or E, as logs and the topology check print instances."""
         return self[0].upper()
 
 
@@ -79,7 +81,7 @@ def room_text(room: bytes) -> str:
 
 @functools.cache
 def instance_name(role: Role, engine_rank: int) -> str:
-    """Return the name of an instance: `P0`, `D2`, `U0`."""
+    """Return the name of an instance: `P0`, `D2`, `U0`, `E1`."""
     return f"{role[0].upper()}{engine_rank}"
 
 

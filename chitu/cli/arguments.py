@@ -12,6 +12,7 @@ from chitu.config.cluster_key import API_KEYS
 from chitu.config.key_paths import is_number
 from chitu.config.load import DEFAULT_TOPOLOGY, packaged_topologies
 from chitu.config.topology import MAX_PORT
+from chitu.types import Role
 
 DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
@@ -80,7 +81,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--json", action="store_true", help="print time line and records as one JSON object")
 
     command = commands.add_parser("join", help="add an instance on this machine to a running cluster, until Ctrl-C")
-    command.add_argument("role", choices=["prefill", "decode", "unified"])
+    command.add_argument("role", choices=[role.value for role in Role])
     command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
     _add_router(command)
     command.add_argument("--model", metavar="PATH", help="checkpoint folder or GGUF file, if another on this machine")
@@ -95,7 +96,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
 
     command = commands.add_parser("drain", help="let an instance finish its requests, leave the cluster and end")
     which = command.add_mutually_exclusive_group(required=True)
-    which.add_argument("instance", nargs="?", metavar="NAME", help="P0, D1, U0")
+    which.add_argument("instance", nargs="?", metavar="NAME", help="P0, D1, U0, E0")
     which.add_argument(
         "--self", action="store_true", help="all instances of the launcher on this machine or in this container"
     )

@@ -116,7 +116,9 @@ class Balancing:
         observed = [
             observe(info, load, ages_s[info.name], self._prompt_tokens)
             for info in view.instances
-            if (load := loads.get((info.role, info.engine_rank))) is not None and info.name in ages_s
+            if info.role is not Role.ENCODE  # it knows P and D alone
+            and (load := loads.get((info.role, info.engine_rank))) is not None
+            and info.name in ages_s
         ]
         return Fleet(observed, flow.offered, flow.begun, flow.waits_s, busy)
 

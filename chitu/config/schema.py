@@ -476,6 +476,7 @@ class RouterConfig(Section, frozen=True):
     prefill_schedulers: tuple[InstanceConfig, ...] = ()
     decode_schedulers: tuple[InstanceConfig, ...] = ()
     unified_schedulers: tuple[InstanceConfig, ...] = ()
+    encode_schedulers: tuple[InstanceConfig, ...] = ()
 
 
 class DPConfig(Section, frozen=True):

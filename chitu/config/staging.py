@@ -46,7 +46,9 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
     """
     pd = router.pd_disaggregation
     is_cuda = any(map(is_gpu, instance.devices))
-    if role is Role.UNIFIED or instance.tp_size != 1 or pd.transfer == "direct" or not _num_peers(router):
+    if role in (Role.UNIFIED, Role.ENCODE) or instance.tp_size != 1:
+        return None
+    if pd.transfer == "direct" or not _num_peers(router):
         return None
     if pd.transfer == "auto" and (not is_cuda or pd.transport == "cuda_ipc"):
         return None

@@ -23,6 +23,7 @@ SECTIONS = {
     Role.PREFILL: "prefill_schedulers",
     Role.DECODE: "decode_schedulers",
     Role.UNIFIED: "unified_schedulers",
+    Role.ENCODE: "encode_schedulers",
 }
 API_PORT = "dp_config.router.port"
 BODY_BYTES, BODY_BYTES_WITH_IMAGES = 2 << 20, 32 << 20
@@ -160,7 +161,7 @@ def _devices_of(config: InstanceConfig, data_rank: int, num_members: int) -> tup
 
 
 def instances(topology: Topology) -> tuple[Instance, ...]:
-    """Return P0, P1, ..., D0, ..., U0, ... in this order. The members of a group have consecutive ranks."""
+    """Return P0, P1, ..., D0, ..., U0, ..., E0, ... in this order. The members of a group have consecutive ranks."""
     return tuple(member for group in groups(topology) for member in group.members)
 
 
@@ -413,13 +414,17 @@ def threads_of(topology: Topology, instance: Instance | Group, cores: int) -> in
 
 def computes_prompts(topology: Topology, role: Role) -> bool:
     """Return whether instances of this role compute prompts: D only if `router.slo.tpot_s` bounds its steps."""
+    if role is Role.ENCODE:
+        return False
     return role is not Role.DECODE or topology.dp_config.router.slo.tpot_s is not None
 
 
 def has_tiers(topology: Topology, instance: Instance) -> bool:
     """Return whether its prefix cache has a tier in host memory: on P and unified instances, and on a D that can share
     the pages of its answers."""
-    return topology.cache.host_bytes > 0 and (instance.role is not Role.DECODE or has_lasting_tiers(topology))
+    if not topology.cache.host_bytes or instance.role is Role.ENCODE:
+        return False
+    return instance.role is not Role.DECODE or has_lasting_tiers(topology)
 
 
 def has_lasting_tiers(topology: Topology) -> bool:

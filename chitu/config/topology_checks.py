@@ -23,6 +23,7 @@ from chitu.config.tensor_parallel import why_not
 from chitu.config.topology import (
     ALL_ADDRESSES,
     MAX_PORT,
+    Group,
     bound_ports,
     groups,
     host_names,
@@ -161,6 +162,7 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
     for group in groups(topology):
         key, config = group.key, group.config
         yield from _spread_problems(key, config)
+        yield from _encode_problems(topology, group)
         if config.dp_size > 1 and router.balance == "act":
             yield (
                 f"{key}.dp_size is {config.dp_size}, and dp_config.router.balance is act: the balancer changes the "
@@ -177,6 +179,18 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
         for device in config.devices:
             if reason := why_no_device(device):
                 yield f"{key}.devices {reason}"
+
+
+def _encode_problems(topology: Topology, group: Group) -> Iterator[str]:
+    """Check an entry of `encode_schedulers`."""
+    key, config = group.key, group.config
+    if group.role is not Role.ENCODE:
+        return
+    for name, value in (("tp_size", config.tp_size), ("dp_size", config.dp_size)):
+        if value > 1:
+            yield f"{key}.{name} is {value}, but an E is one process on one device: give an entry for each E"
+    if topology.model.images == "off":
+        yield f"{key} encodes images, which model.images turns off: set it to auto, or leave the entry out"
 
 
 def _spread_problems(key: str, config: InstanceConfig) -> Iterator[str]:
@@ -209,7 +223,7 @@ def _device_problems(topology: Topology) -> Iterator[str]:
     if len(by_kind) == 2:
         yield (
             f"{by_kind['cuda'].key} has its pages in GPU memory and {by_kind['cpu'].key} in host memory: "
-            "all of P and D need the same kind of device"
+            "all of P, D and E need the same kind of device"
         )
     elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"

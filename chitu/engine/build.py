@@ -25,7 +25,7 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, computes_prompts, threads_of
 from chitu.engine.executor import PromptLane
 from chitu.engine.expert_group import ExpertGroup, GroupLinks
-from chitu.engine.image_features import image_table
+from chitu.engine.image_features import feature_pool, image_table
 from chitu.engine.lanes import lane_problems, num_lanes
 from chitu.engine.memory_budget import (
     DeviceMemory,
@@ -53,6 +53,7 @@ from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, row_weights
+from chitu.kv_cache.feature_pool import FeaturePool
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.kv_cache.state_row import StateRow
 from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
@@ -184,6 +185,8 @@ class RankEngine:
     """The runner, if it computes prompts beside decode steps."""
     make_sampler: Callable[[], tuple[Sampler, GrammarStore]]
     """Makes what D and unified instances sample with; P's own sampler, if any, follows no grammars."""
+    features: FeaturePool | None = None
+    """Rows for features of images; None if the model sees none."""
 
     def report_blocks(self, report: Callable[[], None]) -> None:
         """Have `report` called before each block of the vision tower is computed, if the model has one."""
@@ -416,7 +419,8 @@ def _assemble(
     )
     mtp_tokens = topology.scheduler.mtp_tokens
     checks_rows = pool.device.type == "cuda"
-    images = image_table(model, plan.images.num_rows, pool.device)
+    features = feature_pool(model, plan.images.num_rows, pool.device, layout.model_hash, target.dtype)
+    images = image_table(model, plan.images.num_rows, pool.device, features)
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps, images=images)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)
@@ -424,7 +428,8 @@ def _assemble(
     if num_lanes(topology.scheduler, target.instance) == 2:
         runner.use_lanes(threads)
         lane = runner
-    return RankEngine(group, groups.members, pool, runner, threads, path, stamp, grammars, weights, lane, make_sampler)
+    parts = group, groups.members, pool, runner, threads, path, stamp, grammars, weights, lane, make_sampler
+    return RankEngine(*parts, features)
 
 
 def greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -146,6 +146,7 @@ class CommLoop:
         self.context = make_context(secrets)
         self._requests, self.port = bind(self.context, zmq.PULL, bind_host, port)
         self._control, self.control_port = bind(self.context, zmq.PULL, bind_host, 0)
+        self._images, self.image_port = bind(self.context, zmq.PULL, bind_host, 0)
         self.contacts = Contacts(self, len(routers), clock.monotonic())
         """What the routers know. Other threads use what it offers to any thread."""
         self.routers = [
@@ -220,7 +221,7 @@ class CommLoop:
         poller, contacts = self._poller, self.contacts
         contacts.begin(instance, transfer, owner, deadlines)
         of_routers = [socket for router in self.routers for socket in (router.coordination, router.view)]
-        for socket in (self._requests, self._control, *of_routers):
+        for socket in (self._requests, self._control, self._images, *of_routers):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping or self._to_peers or self._to_stats:
@@ -237,7 +238,9 @@ class CommLoop:
             if self._requests not in ready or self._drain_requests(owner):
                 self.num_reads += 1
             if self._control in ready:
-                self._drain_control(transfer)
+                self._drain_control(self._control, transfer.on_frame)
+            if self._images in ready:
+                self._drain_control(self._images, transfer.on_image_frame)
             for index, router in enumerate(self.routers):
                 if router.coordination in ready:
                     self._drain_coordination(index, router)
@@ -318,15 +321,15 @@ class CommLoop:
         elif tracer.rooms:
             tracer.frame(message.room, "received", "request", frame)
 
-    def _drain_control(self, transfer: TransferSide) -> None:
-        for frame in _received(self._control):
+    def _drain_control(self, socket: zmq.Socket[bytes], take: Callable[[bytes, bytes], None]) -> None:
+        for frame in _received(socket):
             if len(frame) != 2 or len(frame[0]) != 16:
                 self.bad_frames += 1
                 logger.warning("control port: bad frame of %d parts", len(frame))
                 continue
             if self.tracer is not None and self.tracer.rooms:
                 self.tracer.frame(frame[0], "received", "control", frame[1])
-            transfer.on_frame(frame[0], frame[1])
+            take(frame[0], frame[1])
 
     def _drain_coordination(self, index: int, router: RouterSockets) -> None:
         """Take Drain and refusals."""
@@ -356,11 +359,12 @@ class CommLoop:
     def _forget_peers(self) -> None:
         """Close sockets to control ports that no member has any longer."""
         members = [member for router in self.contacts.routers for member in router.feed.view.instances]
-        for address in self._peers.keys() - {(member.host, member.control_port) for member in members}:
+        addresses = {(member.host, port) for member in members for port in (member.control_port, member.image_port)}
+        for address in self._peers.keys() - addresses:
             self._peers.pop(address).close()
 
     def _close(self) -> None:
-        for socket in (*self._peers.values(), self._requests, self._control):
+        for socket in (*self._peers.values(), self._requests, self._control, self._images):
             socket.close(0)
         for router in self.routers:
             if self._leave is not None:

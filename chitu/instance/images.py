@@ -13,12 +13,16 @@ placed in their order, and gives up the rows of each once these are computed, so
 without those for the first that it waits for. The most urgent prompt gets rows that no prompt has placed, then those of
 less urgent prompts, which have them encoded again; while one waits for rows, no less urgent one takes any.
 
+Where there are E (`image_pulls.py`), they are asked before the source, and write features into rows that are lent to
+them.
+
 A row is given to another image while a launched step may still read it: steps run in the order of their launches, and
 the next image is encoded by a later one. While the lane of prompts is busy, nothing is encoded.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,11 +36,14 @@ from numpy.typing import NDArray
 from chitu.clock import Clock, RealClock
 from chitu.engine.executor import EncodeImage, ExecutorInfo, ImageSpan, PlaceImage, StepPlan
 from chitu.errors import ChituError, Internal, TransferStalled
+from chitu.instance.image_pulls import LENT_SHARE, ImagePulls, PullNews
 from chitu.instance.image_source import ImageSource, NoImages
 from chitu.protocol import IMAGE_KEY_BYTES, ImagePart
 
 if TYPE_CHECKING:
     from chitu.instance.sequences import Sequence as Request
+
+logger = logging.getLogger(__name__)
 
 NO_VISION = ExecutorInfo(0, 0, 0, 0, ())
 """Of an executor that takes no images."""
@@ -98,6 +105,21 @@ class FeatureStore:
         del self._free[at:]
         image = self._images[key] = StoredImage(key, rows)
         return image
+
+    def lend(self, key: bytes, num_rows: int) -> StoredImage | None:
+        """Take rows that an E is to write: pinned, and not found before `keep`. Return None if too few are free or
+        unpinned."""
+        image = self.reserve(key, num_rows)
+        if image is not None:
+            self.pin(image)
+            del self._images[key]
+        return image
+
+    def keep(self, image: StoredImage) -> None:
+        """Let a lent image be found: its features came. `unpin` ends a loan without them."""
+        if self._images.setdefault(image.key, image) is not image:
+            logger.warning("image %s came from an E and was encoded here, too", image.key.hex()[:8])
+        self.unpin(image)
 
     def pin(self, image: StoredImage) -> None:
         """Keep an image for one more prompt."""
@@ -244,6 +266,8 @@ class AskedImage:
     since_s: float
     patches: str = ""
     """Empty until it is prepared."""
+    tried: tuple[int, ...] = ()
+    """Incarnations of the E that were asked for it."""
     num_unread: int = 0
     """Steps that encode it and are not read."""
 
@@ -262,6 +286,8 @@ class ImageGate:
         """`most_rows`: rows that a step encodes, at most, but for one image alone. `silence_s`: longest time in which
         the source prepares nothing of what it was asked for."""
         self.store = FeatureStore(info.image_rows)
+        self.pulls: ImagePulls | None = None
+        """What has E encode images; None if this instance takes none from E."""
         self.is_whole = info.whole_images
         self._source: ImageSource = source or NoImages()
         self._most_rows = most_rows
@@ -279,6 +305,11 @@ class ImageGate:
         """Images encoded since the start."""
         self.num_advances = 0
         """Images prepared and images encoded since the start: signs that prompts advance which wait for them."""
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether an E may write to rows here."""
+        return bool(self.pulls)
 
     def images_of(self, parts: tuple[ImagePart, ...]) -> PromptImages | None:
         """Return the images of a new sequence; None if it has none."""
@@ -320,12 +351,16 @@ class ImageGate:
         for sequence in self.waiting.values():
             self._unplace_all(sequence)
         self.store.drop_all()
+        if self.pulls is not None:
+            self.pulls.stop()
 
     # ------------------------------------------------------------------------------------------------------- a step
 
     def take(self) -> list[tuple[Request, ChituError]]:
         """Take what the source has prepared. Return the prompts that cannot get an image, and why."""
         now_s, failed = self._clock.monotonic(), list[tuple["Request", ChituError]]()
+        if self.pulls is not None:
+            self._take_pulled(self.pulls, now_s)
         for image in self._source.take():
             self._news_s = now_s
             asked = self.asked.get(image.key)
@@ -342,6 +377,21 @@ class ImageGate:
                 text = f"an image was not prepared: nothing came for {now_s - max(asked.since_s, self._news_s):.1f} s"
                 failed += self._give_up(key, TransferStalled(f"{text} (deadlines.transfer_s)"))
         return failed
+
+    def _take_pulled(self, pulls: ImagePulls, now_s: float) -> None:
+        """Take what E have written, and what they will not write."""
+        for kind, image in pulls.take():
+            if kind is PullNews.FILLED:
+                self.store.keep(image)
+                if self.asked.pop(image.key, None) is not None:
+                    self._source.drop(image.key)
+                self.num_advances += 1
+                self._news_s = now_s
+            elif kind is PullNews.RELEASED:
+                self.store.unpin(image)
+            elif (asked := self.asked.get(image.key)) is not None:
+                asked.since_s = now_s
+                self._fetch(image.key, asked)
 
     def _give_up(self, key: bytes, error: ChituError) -> list[tuple[Request, ChituError]]:
         """Forget an image, and return the prompts that end with this error. Others ask for it once more."""
@@ -413,8 +463,28 @@ class ImageGate:
 
     def _ask_for(self, part: ImagePart, router: int) -> None:
         rooms = frozenset(each.room for each in self._wanting(part.key) if each.head.router == router)
-        self.asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
-        self._source.ask(part.key, router)
+        asked = self.asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
+        self._fetch(part.key, asked)
+
+    def _fetch(self, key: bytes, asked: AskedImage) -> None:
+        """Have an E encode an image, or else have it prepared to be encoded here."""
+        pulls = self.pulls
+        if pulls is None or not self._pull(pulls, key, asked):
+            self._source.ask(key, asked.router)
+
+    def _pull(self, pulls: ImagePulls, key: bytes, asked: AskedImage) -> bool:
+        """Have an E encode an image. Return False if none is to."""
+        if pulls.is_pulling(key):
+            return True
+        encoder = pulls.choose(key, asked.num_rows, asked.tried)
+        if encoder is None or (pulls.num_lent + asked.num_rows) * LENT_SHARE > self.store.num_rows:
+            return False
+        image = self.store.lend(key, asked.num_rows)
+        if image is None:
+            return False
+        asked.tried += (encoder.incarnation,)
+        pulls.begin(image, encoder, asked.router)
+        return True
 
     def after_launch(self, when_read: Callable[[Callable[[], None]], None]) -> None:
         """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches that it

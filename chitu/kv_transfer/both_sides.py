@@ -36,7 +36,7 @@ from chitu.net.process_deaths import PidAlive, pid_alive
 from chitu.protocol import KVLayout, TransferSums, TransportSession, Wire, encode
 from chitu.protocol.account import NO_TIMES, PrefillTimes
 from chitu.tracing.tracer import Tracer
-from chitu.types import waited_text
+from chitu.types import Role, waited_text
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -254,6 +254,10 @@ class KVManagerConfig:
     """Most KV bytes of one write, unless the transport is fast (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"
     """KV pages that are verified, on both sides: P sends their checksums, D requires them."""
+    writer: Role = Role.PREFILL
+    """Role of the side that writes. An E writes rows of features as P writes pages, and P is then the D."""
+    reader: Role = Role.DECODE
+    """Role of the side whose memory is written."""
 
     @property
     def progress_interval_s(self) -> float:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from chitu.errors import ConfigError
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
+from chitu.kv_transfer.pulling import EncodeReceiver, EncodeSender, PullingSender
 from chitu.kv_transfer.ranks import FanOut, TPPageSums, TPStateSeals
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
@@ -19,7 +20,16 @@ from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import ClusterView, PathLoad, RankMemory
 
-__all__ = ["KVManager", "KVManagerConfig", "NoPeers", "TransferSide", "manager_of_decode", "manager_of_prefill"]
+__all__ = [
+    "KVManager",
+    "KVManagerConfig",
+    "NoPeers",
+    "TransferSide",
+    "manager_of_decode",
+    "manager_of_encode",
+    "manager_of_prefill",
+    "receiver_of_features",
+]
 
 
 class NoPeers:
@@ -40,6 +50,8 @@ class NoPeers:
     def on_frame(self, room: bytes, payload: bytes) -> None:
         """Count a frame."""
         self.unknown_frames += 1
+
+    on_image_frame = on_frame
 
     def on_view(self, view: ClusterView, router: int = 0) -> None: ...
 
@@ -97,12 +109,21 @@ class KVManager(Generic[Side]):
 
 
 def manager_of_prefill(
-    config: KVManagerConfig, memory: OwnMemory, context: TransferContext, fan_out: FanOut | None = None
+    config: KVManagerConfig,
+    memory: OwnMemory,
+    context: TransferContext,
+    fan_out: FanOut | None = None,
+    images: EncodeReceiver | None = None,
 ) -> KVManager[PrefillSender]:
-    """Build P's layer. On several TP ranks `fan_out` makes the followers write and compute checksums."""
+    """Build P's layer. On several TP ranks `fan_out` makes the followers write and compute checksums. `images`: its
+    receiver of features, if it takes them from E."""
     num_followers = fan_out.num_followers if fan_out is not None else 0
     memory = _registered(config, memory, fan_out, num_followers, is_decode=False)
-    sender = PrefillSender(config, memory, context, fan_out)
+    sender = (
+        PrefillSender(config, memory, context, fan_out)
+        if images is None
+        else PullingSender(config, memory, context, fan_out, images)
+    )
     return KVManager(sender, fan_out, memory.transports, ways_of(memory.sessions), config.control_port)
 
 
@@ -118,6 +139,19 @@ def manager_of_decode(
     memory = _registered(config, memory, fan_out, len(followers), is_decode=True)
     receiver = DecodeReceiver(config, memory, context, followers)
     return KVManager(receiver, fan_out, memory.transports, ways_of(memory.sessions), config.control_port)
+
+
+def manager_of_encode(config: KVManagerConfig, memory: OwnMemory, context: TransferContext) -> KVManager[EncodeSender]:
+    """Build E's layer. `config`: a `feature_config`."""
+    memory = _registered(config, memory, None, 0, is_decode=False)
+    sender = EncodeSender(config, memory, context)
+    return KVManager(sender, None, memory.transports, ways_of(memory.sessions), config.control_port)
+
+
+def receiver_of_features(config: KVManagerConfig, memory: OwnMemory, context: TransferContext) -> EncodeReceiver:
+    """Build what P receives features with. `config`: a `feature_config`. Raises TransferFailed if no transport can use
+    the memory of the features."""
+    return EncodeReceiver(config, _registered(config, memory, None, 0, is_decode=True), context)
 
 
 def _registered(

@@ -57,7 +57,7 @@ from chitu.protocol import (
     TransferInfo,
     unpack_i32,
 )
-from chitu.types import REGISTRATION_ROOM, Role, place_text
+from chitu.types import REGISTRATION_ROOM, Role, instance_name, place_text
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +329,7 @@ class DecodePeer:
     """The last room that each aux slot was announced for."""
     state_rooms: dict[int, bytes] = field(default_factory=dict)
     """The last room that each state slot was announced for."""
+    role: Role = Role.DECODE
 
     @property
     def is_suspended(self) -> bool:
@@ -336,7 +337,7 @@ class DecodePeer:
 
     @property
     def name(self) -> str:
-        return f"D{self.info.engine_rank} at {self.info.endpoint}:{self.info.dst_port}"
+        return f"{instance_name(self.role, self.info.engine_rank)} at {self.info.endpoint}:{self.info.dst_port}"
 
 
 class DecodePeers:
@@ -356,21 +357,22 @@ class DecodePeers:
         check_return_address(info)
         if self._view.is_replaced(info.engine_rank, info.incarnation):
             return None
+        name = instance_name(self._config.reader, info.engine_rank)
         peer: DecodePeer | None = None
         refusal: ChituError | None = None
         known = self.table.get(info.incarnation)
         if known is None:
             try:
                 memory = check_registration(info, self._config.layout, self._memory.pool)
-                peer = DecodePeer(info, memory, self._open(info))
+                peer = DecodePeer(info, memory, self._open(info), role=self._config.reader)
             except ChituError as error:
                 refusal = error
         elif known.info != info:
-            refusal = BadFrame(f"D{info.engine_rank} registered twice with different memory")
+            refusal = BadFrame(f"{name} registered twice with different memory")
         if refusal is not None:
             is_final = not isinstance(refusal, PeerUnreachable)
             level, what = (logging.ERROR, "refused") if is_final else (logging.WARNING, "cannot write yet to")
-            logger.log(level, "%s D%d (%s): %s", what, info.engine_rank, info.endpoint, refusal.message)
+            logger.log(level, "%s %s (%s): %s", what, name, info.endpoint, refusal.message)
         reply = RegisterReply(
             engine_rank=self._config.engine_rank,
             incarnation=self._config.incarnation,
@@ -518,8 +520,16 @@ class PrefillPeer:
 class PrefillDirectory:
     """Every known P, one per engine rank. `registration`: what this instance sends to each."""
 
-    def __init__(self, registration: KVArgsRegisterInfo, retry_interval_s: float, view: PeerView) -> None:
+    def __init__(
+        self,
+        registration: KVArgsRegisterInfo,
+        retry_interval_s: float,
+        view: PeerView,
+        role: Role = Role.PREFILL,
+    ) -> None:
+        """`role`: of the peers, in log lines."""
         self.registration = registration
+        self._letter = role.letter
         self._retry_interval_s = retry_interval_s
         self._view = view
         self._peers: dict[int, PrefillPeer] = {}
@@ -605,14 +615,19 @@ class PrefillDirectory:
         was_unreachable, peer.is_unreachable = peer.is_unreachable, message.code == PeerUnreachable.code
         if peer.is_unreachable:
             peer.repeat_due_s = now_s + UNREACHABLE_INTERVAL_S
-            news = Line(logging.WARNING, "P%d cannot reach this instance yet: %s", (rank, text), "")
+            news = Line(logging.WARNING, "%s%d cannot reach this instance yet: %s", (self._letter, rank, text), "")
             return [] if was_unreachable else [news]
         if not message.code and peer.apply(RegistrationEvent.ACCEPT):
-            return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
+            return [Line(logging.INFO, *self._registered_line(rank), "")]
         if message.code and peer.apply(RegistrationEvent.REFUSE):
             peer.refusal = from_code(message.code, text)
-            return [Line(logging.ERROR, "P%d refused this instance: %s", (rank, text), "")]
+            return [Line(logging.ERROR, "%s%d refused this instance: %s", (self._letter, rank, text), "")]
         return []
+
+    def _registered_line(self, rank: int) -> tuple[str, tuple[object, ...]]:
+        if self._letter == Role.PREFILL.letter:
+            return log.DECODE_REGISTERED, (rank,)
+        return "registered with %s%d", (self._letter, rank)
 
     def _register(self, peer: PrefillPeer, now_s: float) -> list[Send | Line]:
         """Send the registration, unless it is not due or P refused it: a refusal is final within this incarnation."""

@@ -63,7 +63,7 @@ from chitu.protocol import (
     TransportMessage,
 )
 from chitu.protocol.peer import KVPoll
-from chitu.types import REGISTRATION_ROOM, Role, instance_name, room_text
+from chitu.types import REGISTRATION_ROOM, instance_name, room_text
 
 
 class ReceiverState(Enum):
@@ -278,12 +278,13 @@ class ReceiverMachine:
     """State machine of all rooms of one D. `registration`: what this instance sends to every P."""
 
     def __init__(self, config: KVManagerConfig, registration: KVArgsRegisterInfo, view: PeerView) -> None:
-        self.prefills = PrefillDirectory(registration, config.deadlines.retry_interval_s, view)
+        self.prefills = PrefillDirectory(registration, config.deadlines.retry_interval_s, view, config.writer)
         self._incarnation = config.incarnation
         self._verifies_kv = config.verify_kv != "off"
         self._retry_interval_s = config.deadlines.retry_interval_s
         self._view = view
-        self._name = instance_name(Role.DECODE, config.engine_rank)
+        self._name = instance_name(config.reader, config.engine_rank)
+        self._writer = config.writer
         limits_s = {
             Deadline.BOOTSTRAP: config.deadlines.bootstrap_s,
             Deadline.TRANSFER: config.deadlines.transfer_s,
@@ -414,7 +415,7 @@ class ReceiverMachine:
         elif not self._apply(room, E.ANNOUNCE, new=record):
             raise ValueError(f"room {room_text(room)} was announced already")
         elif self._view.is_lost(record.prefill_rank, record.prefill_incarnation):
-            self._apply(room, E.PEER_LOST, PrefillLost(f"P{record.prefill_rank} is gone"))
+            self._apply(room, E.PEER_LOST, PrefillLost(f"{self._name_of(record.prefill_rank)} is gone"))
         else:
             self._offer(room, record)
 
@@ -533,8 +534,8 @@ class ReceiverMachine:
             self._apply(room, E.VERIFIED)
         elif entry is not None and self._apply(room, E.CORRUPT, error):
             record = entry.data
-            values = (self._name, record.prefill_rank, record.request_id, error.message)
-            text = "%s rejects the data of P%d for %s: %s"
+            values = (self._name, self._name_of(record.prefill_rank), record.request_id, error.message)
+            text = "%s rejects the data of %s for %s: %s"
             self._effects.append(Line(logging.ERROR, text, values, record.request_id))
 
     # --------------------------------------------------------------------------------------------------- timers; lost P
@@ -551,7 +552,7 @@ class ReceiverMachine:
     def _expire(self, room: bytes) -> None:
         entry = self.table.get(room)
         assert entry is not None
-        peer = instance_name(Role.PREFILL, entry.data.prefill_rank)
+        peer = self._name_of(entry.data.prefill_rank)
         text = self.table.overdue_text(entry, self._name, peer, RECEIVER_AWAITS, self._now_s)
         is_first = entry.state is S.BOOTSTRAPPING
         error = BootstrapTimeout(text) if is_first else timeout_of(text, entry.data.num_advances > 0)
@@ -573,9 +574,12 @@ class ReceiverMachine:
         for room, entry in self.table.items():
             rank = entry.data.prefill_rank
             if self._view.is_lost(rank, entry.data.prefill_incarnation):
-                self._apply(room, E.PEER_LOST, PrefillLost(f"P{rank} is gone"))
+                self._apply(room, E.PEER_LOST, PrefillLost(f"{self._name_of(rank)} is gone"))
 
     # --------------------------------------------------------------------------------------------------------- outgoing
+
+    def _name_of(self, rank: int) -> str:
+        return instance_name(self._writer, rank)
 
     def _emit(self, kind: Kind, room: bytes, error: ChituError | None = None) -> None:
         self._effects.append(TransferEvent(kind, room, error))

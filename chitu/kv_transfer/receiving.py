@@ -75,7 +75,7 @@ from chitu.protocol import (
     peer_codec,
     unpack_i32,
 )
-from chitu.types import Role
+from chitu.types import instance_name
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class DecodeReceiver:
         self._clock, self._tracer = context.clock, context.tracer
         self._lock = threading.Lock()
         self._out = TransferOutbox(context, logger)
-        self._view = PeerView(Role.PREFILL, config.host, context.is_pid_alive)
+        self._view = PeerView(config.writer, config.host, context.is_pid_alive)
         self.machine = ReceiverMachine(config, _registration(config, memory, followers), self._view)
         self._messages = TransportMessages(config.incarnation, memory.transports, context.send_frame, self._address_of)
         self.verifier: JobThread[CheckRow | CheckPages] | None = None
@@ -218,7 +218,12 @@ class DecodeReceiver:
             self._handle(Received(room, peer_codec.decode(payload)))
         except ProtocolError as error:
             self.unknown_frames += 1
-            logger.warning("D%d: ignored a frame: %s", self._config.engine_rank, error.message)
+            name = instance_name(self._config.reader, self._config.engine_rank)
+            logger.warning("%s: ignored a frame: %s", name, error.message)
+
+    def on_image_frame(self, room: bytes, payload: bytes) -> None:
+        """Count a frame on the port for E: nothing takes features here."""
+        self.unknown_frames += 1
 
     def on_view(self, view: ClusterView, router: int = 0) -> None:
         """Take a new cluster view: fail the rooms of incarnations that are gone, and register with new P."""

@@ -67,7 +67,7 @@ from chitu.protocol import (
 )
 from chitu.protocol.account import PrefillTimes
 from chitu.protocol.peer import KVPoll
-from chitu.types import Role, instance_name, room_text
+from chitu.types import instance_name, room_text
 
 REPEAT_BYTES = 1 << 20
 """Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
@@ -253,7 +253,7 @@ class SenderMachine:
     def __init__(self, config: KVManagerConfig, view: PeerView) -> None:
         self._config = config
         self._view = view
-        self._name = instance_name(Role.PREFILL, config.engine_rank)
+        self._name = instance_name(config.writer, config.engine_rank)
         deadlines = config.deadlines
         limits_s = {
             Deadline.BOOTSTRAP: deadlines.queue_s + deadlines.bootstrap_s,
@@ -385,7 +385,7 @@ class SenderMachine:
         self._effects.append(TrackChunks(room, record.computed))
         self._apply(room, E.ADD_REQUEST, new=record)
         if self._view.is_lost(record.decode_rank, record.decode_incarnation):
-            self._apply(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
+            self._apply(room, E.PEER_LOST, DecodeLost(f"{self._name_of(record.decode_rank)} is gone"))
 
     # ------------------------------------------------------------------------------------------------------ frames of D
 
@@ -403,7 +403,7 @@ class SenderMachine:
             return
         try:
             if self._view.is_lost(peer.info.engine_rank, info.incarnation):
-                raise DecodeLost(f"D{peer.info.engine_rank} is not in the cluster view")
+                raise DecodeLost(f"{self._name_of(peer.info.engine_rank)} is not in the cluster view")
             if unreachable is not None:
                 raise unreachable
             pages = check_announcement(info, peer.memory, self._config)
@@ -567,7 +567,7 @@ class SenderMachine:
         entry = self.table.get(room)
         if entry is None:
             return
-        peer = instance_name(Role.DECODE, entry.data.decode_rank)
+        peer = self._name_of(entry.data.decode_rank)
         text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS, self._now_s)
         is_first = entry.state is S.REQUESTED
         error = BootstrapTimeout(text) if is_first else timeout_of(text, entry.data.num_advances > 0)
@@ -586,7 +586,7 @@ class SenderMachine:
         for room, entry in self.table.items():
             rank, incarnation = entry.data.decode_rank, entry.data.decode_incarnation
             if self._view.is_lost(rank, incarnation):
-                self._apply(room, E.PEER_LOST, DecodeLost(f"D{rank} is gone"))
+                self._apply(room, E.PEER_LOST, DecodeLost(f"{self._name_of(rank)} is gone"))
 
     # --------------------------------------------------------------------------------------------------------- outgoing
 
@@ -616,6 +616,9 @@ class SenderMachine:
 
     def _send(self, room: bytes, peer: DecodePeer, message: Wire) -> None:
         self._effects.append(Send(peer.info.endpoint, peer.info.dst_port, room, message))
+
+    def _name_of(self, rank: int) -> str:
+        return instance_name(self._config.reader, rank)
 
     def _log(self, level: int, text: str, *values: object, request_id: str = "") -> None:
         self._effects.append(Line(level, text, values, request_id))

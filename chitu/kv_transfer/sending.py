@@ -56,12 +56,13 @@ from chitu.protocol import (
     ClusterView,
     KVArgsRegisterInfo,
     PathLoad,
+    PeerMessage,
     StatusAck,
     TransferInfo,
     TransportMessage,
     peer_codec,
 )
-from chitu.types import REGISTRATION_ROOM, Role, room_text
+from chitu.types import REGISTRATION_ROOM, instance_name, room_text
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class PrefillSender:
         self._clock = context.clock
         self._lock = threading.Lock()
         self._out = TransferOutbox(context, logger)
-        self._view = PeerView(Role.DECODE, config.host, context.is_pid_alive)
+        self._view = PeerView(config.reader, config.host, context.is_pid_alive)
         unit_bytes = max(1, sum(memory.pool.page_bytes) // config.layout.num_layers)
         batch_bytes = batch_bytes_of(memory.transports, config.max_batch_bytes)
         self.queue = TransferQueue(self._work, batch_bytes // unit_bytes)
@@ -166,26 +167,34 @@ class PrefillSender:
     def on_frame(self, room: bytes, payload: bytes) -> None:
         """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
         try:
-            message = peer_codec.decode(payload)
-            if isinstance(message, KVArgsRegisterInfo):
-                if room != REGISTRATION_ROOM:
-                    raise BadFrame(f"a registration in room {room_text(room)}")
-                self._on_register(message)
-            elif isinstance(message, TransportMessage):
-                if peer := self._registered(message.incarnation):
-                    self._messages.deliver(peer.info.engine_rank, message)
-            elif len(room) != 16 or room == REGISTRATION_ROOM:
-                raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
-            elif isinstance(message, TransferInfo | StatusAck | AbortTransfer):
-                if peer := self._registered(message.incarnation):
-                    # `reconnect` may block on a connection, so it runs without the lock.
-                    unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
-                    self._handle(FrameReceived(room, message, peer, unreachable))
-            elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
-                raise BadFrame(f"a {type(message).__name__} sent to P")
+            self._take(room, peer_codec.decode(payload))
         except ProtocolError as error:
             self.unknown_frames += 1
-            logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
+            name = instance_name(self._config.writer, self._config.engine_rank)
+            logger.warning("%s: ignored a frame: %s", name, error.message)
+
+    def on_image_frame(self, room: bytes, payload: bytes) -> None:
+        """Count a frame on the port for E: nothing takes features here."""
+        self.unknown_frames += 1
+
+    def _take(self, room: bytes, message: PeerMessage) -> None:
+        """Take a message. Raises ProtocolError for one that no D sends to a P."""
+        if isinstance(message, KVArgsRegisterInfo):
+            if room != REGISTRATION_ROOM:
+                raise BadFrame(f"a registration in room {room_text(room)}")
+            self._on_register(message)
+        elif isinstance(message, TransportMessage):
+            if peer := self._registered(message.incarnation):
+                self._messages.deliver(peer.info.engine_rank, message)
+        elif len(room) != 16 or room == REGISTRATION_ROOM:
+            raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
+        elif isinstance(message, TransferInfo | StatusAck | AbortTransfer):
+            if peer := self._registered(message.incarnation):
+                # `reconnect` may block on a connection, so it runs without the lock.
+                unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
+                self._handle(FrameReceived(room, message, peer, unreachable))
+        elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
+            raise BadFrame(f"a {type(message).__name__} sent to P")
 
     def _registered(self, incarnation: int) -> DecodePeer | None:
         """Return the registered D, or None after counting the frame: D repeats unanswered messages."""

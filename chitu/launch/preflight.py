@@ -252,7 +252,8 @@ def memory_findings(
     cards: Mapping[int, int] = {},
 ) -> Iterator[Finding]:
     """Check the memory for the weights and for the KV pages of `num_pages`; pools without it are sized to fit. `cards`
-    has the bytes of each GPU of this host."""
+    has the bytes of each GPU of this host. An E has no pages, and of the weights the vision tower."""
+    here = [item for item in here if item.role is not Role.ENCODE]
     for problem in weight_problems(topology, spec, weights, here, available_bytes, cards):
         yield Finding(Level.ERROR, "memory", problem)
     problems = *state_problems(topology, spec, here), *expert_problems(spec, here)

@@ -68,11 +68,12 @@ class ImageTable:
         dtype: torch.dtype,
         device: torch.device,
         upload: Callable[[torch.Tensor], torch.Tensor],
+        region: torch.Tensor | None = None,
     ) -> None:
-        """`upload` copies a tensor of the host to the device."""
+        """`upload` copies a tensor of the host to the device. `region`: the memory of the rows; None: its own."""
         self.shape = shape
         self.num_rows = num_rows
-        self.region = torch.zeros(num_rows, shape.width, dtype=dtype, device=device)
+        self.region = torch.zeros(num_rows, shape.width, dtype=dtype, device=device) if region is None else region
         self._upload = upload
         self._slots: dict[int, _SlotImages] = {}
 

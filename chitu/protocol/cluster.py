@@ -183,7 +183,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     drafts: dict[str, tuple[int, int]] = {}
     """By source: tokens since start that were drafted, and those of them that were right."""
     images: int = 0
-    """Images encoded since start."""
+    """Images encoded since start. Of an E, `waiting` counts images that it was asked for and has not encoded,
+    `waiting_tokens` their rows, `transferring` those on the way to P, and its `tokens` are rows."""
     image_rows: int = 0
     """Rows for features of images; 0 if the model has no vision here."""
     image_rows_used: int = 0
@@ -477,7 +478,7 @@ class InstanceInfo(Wire, frozen=True):
     port: int
     """Its request port (29620+k, 29630+m)."""
     control_port: int
-    """Control port (P<->D) of its main rank; 0 on a unified instance."""
+    """Control port (P<->D; of an E: P->E) of its main rank; 0 on a unified instance."""
     layout: KVLayout
     max_model_len: int
     """Prompt plus output tokens that one request may have here."""
@@ -525,6 +526,8 @@ class InstanceInfo(Wire, frozen=True):
     gets that place by a change of role: a process that is started again takes it."""
     group: GroupPlace | None = None
     """Its group, which it keeps when it changes its role; None: it is alone."""
+    image_port: int = 0
+    """P: control port towards E, which write features of images to it; 0: it takes none from E."""
 
     @property
     def name(self) -> str:

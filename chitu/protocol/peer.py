@@ -168,6 +168,21 @@ class TransferProgress(Wire, frozen=True, tag="transfer_progress"):
     """Grows from message to message of a room, so that an old one shows nothing."""
 
 
+class EncodeOrder(Wire, frozen=True, tag="encode_order"):
+    """P -> E: compute the features of an image, and write them to the rows that the room's TransferInfo announces.
+    Repeated until the room is over; the two come in any order."""
+
+    incarnation: int
+    """Incarnation of P."""
+    engine_rank: int
+    key: bytes
+    """As in `ImagePart`. E writes it into the aux row, so that P knows whose features came."""
+    num_rows: int
+    """Feature rows, which are the pages of this transfer and its tokens."""
+    router: int
+    """Index of a router that has the file."""
+
+
 class TransportMessage(Wire, frozen=True, tag="transport_message"):
     """Either way, room 0: from one end of a transport to the other one, which alone reads it. The transport itself must
     cope with its loss."""
@@ -200,6 +215,7 @@ PeerMessage = Union[
     StatusAck,
     AuxReady,
     TransferProgress,
+    EncodeOrder,
     TransportMessage,
     AbortTransfer,
     AbortAck,

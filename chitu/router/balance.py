@@ -29,7 +29,7 @@ from chitu.protocol import InstanceInfo, LoadReport
 from chitu.types import Role
 
 SIDES = (Role.PREFILL, Role.DECODE)
-FULL = {Role.PREFILL: 0.8, Role.DECODE: 0.9, Role.UNIFIED: 0.8}
+FULL = {Role.PREFILL: 0.8, Role.DECODE: 0.9, Role.UNIFIED: 0.8, Role.ENCODE: 0.8}
 """Largest share of its capacity that an instance should have to do."""
 LEAST = 0.4
 """The least share to which prompts that are long for the TTFT lower it (`Balancer.aim`)."""

@@ -1,8 +1,9 @@
 """Why two instances cannot be in one cluster: different models or pages, or no transport between their memories. Pure.
 
 Called by the router for each instance that joins (`pd_coordination.py`). P and D write into each other's pages; a
-unified instance only has to have the same model. All live P and D fit each other, so a new one is compared with one
-member of each kind (`MemberKinds`), however many members there are.
+unified instance only has to have the same model. An E writes features to P: it has the same model and a transport to P,
+and compares the rest of its layout, which is one of features, when a P registers with it. All live P and D fit each
+other, so a new one is compared with one member of each kind (`MemberKinds`), however many members there are.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class MemberKinds:
 
 def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
     """Return a sentence with both sides and the remedy; empty if they fit."""
+    if Role.ENCODE in (new.role, other.role):
+        return _why_not_encoded(new, other)
     is_paired = Role.UNIFIED not in (new.role, other.role)
     mismatches = new.layout.mismatches(other.layout)
     model = [mismatch for mismatch in mismatches if mismatch.startswith(("model_hash:", "vocab_size:"))]
@@ -73,20 +76,44 @@ def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
     if not is_paired:
         return ""
     # Devices first: a difference of dtypes may follow from them.
-    if new.device and other.device and new.device != other.device:
-        return (
-            f"{_two(new, other)}: {new.name} has its pages in {MEMORY.get(new.device, new.device)}, "
-            f"{other.name} in {MEMORY.get(other.device, other.device)}, and P and D need the same kind of device: "
-            "`chitu doctor` reports why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
-        )
+    if reason := _why_other_memory(new, other):
+        return reason
     if mismatches:
         return f"{_two(new, other)} ({'; '.join(mismatches)}){_layouts(new, other)}: start both with the same topology"
-    if new.role is not other.role and new.ways and other.ways and not set(new.ways) & set(other.ways):
-        return (
-            f"{_two(new, other)}: no transport reaches from one to the other. {new.name} has {_words(new)}; "
-            f"{other.name} has {_words(other)}: {_cure(new, other)}"
-        )
-    return ""
+    return _why_unreachable(new, other) if new.role is not other.role else ""
+
+
+def _why_not_encoded(new: InstanceInfo, other: InstanceInfo) -> str:
+    """Return why two do not fit of which one is an E."""
+    hashes = new.layout.model_hash, other.layout.model_hash
+    if hashes[0] != hashes[1]:
+        return f"{_two(new, other)} (model_hash: {hashes[0]} != {hashes[1]}): give both the same checkpoint"
+    if Role.PREFILL not in (new.role, other.role):
+        return ""
+    return _why_other_memory(new, other) or _why_unreachable(new, other)
+
+
+def _why_other_memory(new: InstanceInfo, other: InstanceInfo) -> str:
+    if not (new.device and other.device) or new.device == other.device:
+        return ""
+    return (
+        f"{_two(new, other)}: {new.name} has its pages in {MEMORY.get(new.device, new.device)}, {other.name} in "
+        f"{MEMORY.get(other.device, other.device)}, and {_roles(new, other)} need the same kind of device: "
+        "`chitu doctor` reports why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+    )
+
+
+def _why_unreachable(new: InstanceInfo, other: InstanceInfo) -> str:
+    if not (new.ways and other.ways) or set(new.ways) & set(other.ways):
+        return ""
+    return (
+        f"{_two(new, other)}: no transport reaches from one to the other. {new.name} has {_words(new)}; "
+        f"{other.name} has {_words(other)}: {_cure(new, other)}"
+    )
+
+
+def _roles(new: InstanceInfo, other: InstanceInfo) -> str:
+    return "P and E" if Role.ENCODE in (new.role, other.role) else "P and D"
 
 
 def _two(new: InstanceInfo, other: InstanceInfo) -> str:

@@ -6,6 +6,9 @@ it, and reports its hash; one that cannot ends the change, with nothing lost. *C
 and each member changes between two steps. In between new requests wait on all routers, which learn of it from the
 members' reports, until these say that no request runs, unless the change is mixed.
 
+E instances have no part in it: they keep the weights with which they were started, and a P with others asks them for
+nothing.
+
 Invariant: nothing but `serve` decides what answers are made of. A member with older weights gets no request until it
 has read those of `serve`. So it does not matter who dies: a new router takes the newest weights that any member has,
 which exist only if that change was committed, and an instance that starts again learns them from the view. Of all
@@ -157,6 +160,8 @@ class ClusterWeights:
 
     def on_info(self, info: InstanceInfo) -> None:
         """Take the record of a member that joined, or that has other weights now."""
+        if info.role is Role.ENCODE:
+            return
         place = info.role, info.engine_rank
         before = self._members.get(place)
         is_same = before is not None and before[0].incarnation == info.incarnation
@@ -173,6 +178,8 @@ class ClusterWeights:
 
     def on_report(self, info: InstanceInfo, report: WeightsReport) -> None:
         """Take a report of a member, whose record already has the weights that it reports."""
+        if info.role is Role.ENCODE:
+            return
         self._members[info.role, info.engine_rank] = info, report
         self._note((info.role, info.engine_rank))
         self._last_pause = max(self._last_pause, report.pause.number)

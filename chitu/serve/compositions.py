@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from chitu.clock import RealClock
-from chitu.config.schema import Topology
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, Topology
 from chitu.config.staging import plan_staging
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
+from chitu.errors import ChituError
 from chitu.instance.build import Composition, build_decode, build_prefill, build_unified
 from chitu.instance.comm import CommLoop
 from chitu.instance.core import InstanceCore, LoadedEngine
@@ -22,7 +24,15 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.state_sums import state_seals_of
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
-from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
+from chitu.kv_transfer.kv_manager import (
+    KVManager,
+    NoPeers,
+    manager_of_decode,
+    manager_of_prefill,
+    receiver_of_features,
+)
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.kv_transfer.pulling import EncodeReceiver, feature_config
 from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import Waker
@@ -31,7 +41,10 @@ from chitu.serve.factories import BuiltRank, Factories
 from chitu.types import Role
 
 if TYPE_CHECKING:
+    from chitu.kv_cache.feature_pool import FeaturePool
     from chitu.kv_cache.pool import KVPool
+
+logger = logging.getLogger(__name__)
 
 
 class Compositions:
@@ -58,6 +71,7 @@ class Compositions:
         self._followers = followers
         self._factories = factories
         self._transports: list[Transport] = []
+        self._feature_memory: OwnMemory | None = None
 
     def build(self, core: InstanceCore, info: InstanceInfo) -> Composition:
         samples = info.role is not Role.PREFILL
@@ -89,8 +103,24 @@ class Compositions:
         memory = self._own_memory(role)
         context = TransferContext(self._comm.send_peer, self._waker.wake, RealClock(), self._comm.tracer)
         if role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
-            return build_prefill(core, manager_of_prefill(config, memory, context, self._fan_out))
+            images = self._feature_receiver(config, context)
+            return build_prefill(core, manager_of_prefill(config, memory, context, self._fan_out, images))
         return build_decode(core, manager_of_decode(config, memory, context, self._fan_out, self._followers))
+
+    def _feature_receiver(self, config: KVManagerConfig, context: TransferContext) -> EncodeReceiver | None:
+        """Return what P receives features with; None if it takes none from E."""
+        features, own = self._rank.features, self._instance.config
+        if features is None or own.tp_size > 1:  # followers have features, too, and no way to get them
+            return None
+        pd = self._topology.dp_config.router.pd_disaggregation
+        try:
+            if self._feature_memory is None:
+                self._feature_memory = feature_memory(features, self._factories, pd, own)
+            config = feature_config(config, features.layout, self._comm.image_port)
+            return receiver_of_features(config, self._feature_memory, context)
+        except ChituError as error:
+            logger.warning("features of images are computed here, not by E: %s", error.message)
+            return None
 
     def _finished_pages(self) -> FinishedPages | None:
         pool = cast("KVPool", self._rank.pool)
@@ -114,6 +144,16 @@ class Compositions:
         return OwnMemory(pool, self._engine.aux, self._transports, sums, seals)
 
 
+def feature_memory(
+    pool: FeaturePool, factories: Factories, pd: PDDisaggregationConfig, config: InstanceConfig
+) -> OwnMemory:
+    """Return the feature region with transports of its own, on either side. Raises ConfigError if its rows cannot be
+    verified, and what opening a transport raises."""
+    transports = factories.open_transports(pd, config.host, config.devices[MAIN_RANK])
+    sums, aux = page_sums_of(pool, MAIN_RANK), MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers)
+    return OwnMemory(pool, aux, transports, sums, None)
+
+
 def roles_of(topology: Topology, instance: Instance, rank: BuiltRank) -> tuple[tuple[Role, ...], str]:
     """Return the roles that an instance can have, its own among them, and why not others."""
     found = tuple(_other_roles(topology, instance, rank))
@@ -130,7 +170,9 @@ def _other_roles(topology: Topology, instance: Instance, rank: BuiltRank) -> Ite
     for role in Role:
         if role is instance.role:
             continue
-        if is_staged:
+        if role is Role.ENCODE:
+            yield role, "it is loaded with the vision tower alone, and has no pages"
+        elif is_staged:
             yield role, "transfers are staged in segments that are granted by the ranks of the topology"
         elif config.tp_size > 1 and Role.UNIFIED in (role, instance.role):
             yield role, f"tp_size {config.tp_size}: followers of a unified instance have no part in transfers"

@@ -13,6 +13,7 @@ from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterCo
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor, PromptLane
 from chitu.grammars import GrammarStore
+from chitu.instance.encoding import FeatureMaker
 from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.process.progress import ProgressWriter
@@ -21,6 +22,7 @@ from chitu.types import Role
 if TYPE_CHECKING:
     from chitu.engine.rank_groups import RankGroup
     from chitu.engine.weights import RankWeights
+    from chitu.kv_cache.feature_pool import FeaturePool
 
 
 class BuiltRank(Protocol):
@@ -44,6 +46,19 @@ class BuiltRank(Protocol):
     def weights_digest(self) -> bytes: ...
     @property
     def weights(self) -> RankWeights | None: ...
+    @property
+    def features(self) -> FeaturePool | None: ...
+
+
+class BuiltEncoder(FeatureMaker, Protocol):
+    """The part of the result of `engine.encoder.build_encoder` that an E needs."""
+
+    @property
+    def pool(self) -> FeaturePool: ...
+    @property
+    def max_model_len(self) -> int: ...
+    def prepare_thread(self) -> None: ...
+    def report_blocks(self, report: Callable[[], None]) -> None: ...
 
 
 def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> BuiltRank:
@@ -53,6 +68,13 @@ def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progre
     return build_rank(topology, instance, tp_rank, progress)
 
 
+def build_real_encoder(topology: Topology, instance: Instance, progress: ProgressWriter) -> BuiltEncoder:
+    """Build what an E computes with. Imports torch only now."""
+    from chitu.engine.encoder import build_encoder
+
+    return build_encoder(topology, instance, progress)
+
+
 @dataclass(frozen=True, slots=True)
 class Factories:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
@@ -60,3 +82,4 @@ class Factories:
     wrap_transports: Callable[
         [Sequence[Transport], RouterConfig, Role, int, InstanceConfig, RankPool], list[Transport]
     ] = wrap_transports
+    build_encoder: Callable[[Topology, Instance, ProgressWriter], BuiltEncoder] = build_real_encoder

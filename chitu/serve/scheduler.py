@@ -1,4 +1,4 @@
-"""Process entry of a P, D or unified instance: `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
+"""Process entry of an instance: `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
 
 Reads the topology, binds the ports, loads the model, warms it up, then hands everything to `PDSchedulerService`. Also
 runs without torchrun. Ranks 1, 2, ... of a tensor-parallel instance run `ranks.py`. A configuration error prints one
@@ -43,10 +43,8 @@ from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
-from chitu.images.forms import image_model_of
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
-from chitu.instance.image_thread import ImageThread
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.state_row import StateSlots
@@ -66,6 +64,7 @@ from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.serve.compositions import Compositions, roles_of
+from chitu.serve.encoder import build_encode_service, image_thread
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, place_text
@@ -168,7 +167,8 @@ def _serve(topology: Topology, instance: Instance, tp_rank: int, factories: Fact
         )
     except zmq.ZMQError as error:
         raise ConfigError(f"{instance.key}.port: cannot listen on {error}") from error
-    service = _build(topology, instance, incarnation, yields, comm, progress, factories)
+    build = build_encode_service if instance.role is Role.ENCODE else _build
+    service = build(topology, instance, incarnation, yields, comm, progress, factories)
     progress.state("warmup")
     service.warm_up()
     _stop_on_signals(service.stop)
@@ -244,19 +244,8 @@ def _build(
     followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
-    images = _image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
+    images = image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
-
-
-def _image_thread(topology: Topology, comm: CommLoop, waker: Waker) -> ImageThread | None:
-    """Return what gets images for a model with vision; None if its prompts cannot have any, so that none will come."""
-    model, router = image_model_of(topology.model.path), topology.dp_config.router
-    if isinstance(model, str):
-        logger.warning("requests have no images: %s", model)
-        return None
-    addresses = [each.address for each in comm.routers]
-    retry_s = router.pd_disaggregation.deadlines.retry_interval_s
-    return ImageThread(comm.context, addresses, model, router.images, retry_s, waker.wake)
 
 
 def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:

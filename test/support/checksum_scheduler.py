@@ -84,6 +84,7 @@ class ChecksumRank:
     grammars: None = None
     weights: None = None
     lane: None = None
+    features: None = None
 
     def begin_sampling(self) -> None:
         """Do nothing: the executor samples in any role."""

@@ -13,7 +13,7 @@ from playwright.sync_api import Route
 
 WEB_DIR = Path(__file__).resolve().parents[2] / "chitu" / "http" / "fleet" / "web"
 URL = "http://fleet.invalid"
-ROLES = {"P": "prefill", "D": "decode", "U": "unified"}
+ROLES = {"P": "prefill", "D": "decode", "U": "unified", "E": "encode"}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 FEED = """() => {

@@ -344,3 +344,15 @@ def test_layout_labels_and_choices_of_a_cluster(open_fleet: Any) -> None:
             "chitu verify",
         ],
     }
+
+
+@pytest.mark.parametrize("size", [10, 60])
+def test_e_have_their_places_beside_p(open_fleet: Any, size: int) -> None:
+    fleet = FakeFleet(*SIZES[size])
+    for rank in range(2):
+        fleet.join(f"E{rank}")
+    page = open_fleet(fleet)
+    found = boxes(page, "#topology [data-instance]")
+    assert {"E0", "E1"} <= found.keys()
+    assert max(found[name]["x"] for name in ("E0", "E1", "P0")) < min(found[name]["x"] for name in ("D0", "D1"))
+    expect(page.page.locator("#topology")).to_contain_text("Prefill, encode")

@@ -18,7 +18,7 @@ from chitu.protocol.snapshot import InstanceSnapshot
 
 LOAD_FIELDS = (
     *("waiting", "transferring", "running", "retracted", "steps", "tokens", "bytes_moved", "suspended"),
-    *("pages_total", "pages_used", "pages_quarantined", "pages_cached", "image_rows", "image_rows_used"),
+    *("pages_total", "pages_used", "pages_quarantined", "pages_cached", "image_rows", "image_rows_used", "images"),
 )
 """What an event says of a load: what the page shows, where it is not zero; where tokens are drafted, `tokens_a_row`,
 too."""

@@ -37,7 +37,7 @@ def cluster_routes(
             reason,
             record.in_flight,
             [_health_of(info) for info in cluster.view.instances],
-            {str(role): any(i.role is role for i in candidates.serving) for role in Role},
+            {str(role): any(i.role is role for i in candidates.serving) for role in Role if role is not Role.ENCODE},
         )
         return json_response(answer, 503 if reason else 200)
 

@@ -315,15 +315,21 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     )
     text = "Tokens that were drafted ahead; the accepted ones are in answers"
     yield from counter("chitu_draft_tokens", text, drafts, (*PER_INSTANCE, "source", "result"))
-    per_row = ((labels, load.rates.tokens_a_row) for labels, load in loads if labels[0] != Role.PREFILL)
+    per_row = (
+        (labels, load.rates.tokens_a_row) for labels, load in loads if labels[0] not in (Role.PREFILL, Role.ENCODE)
+    )
     text = "Tokens that a step of late gave to a request that decodes: 1 without drafts"
     yield from gauge("chitu_decode_tokens_per_row", text, per_row, PER_INSTANCE)
-    paths = [(name, instance_name(Role.DECODE, path.decode), path) for (_, name), load in loads for path in load.paths]
+    paths = [
+        (name, instance_name(Role.PREFILL if role == Role.ENCODE else Role.DECODE, path.decode), path)
+        for (role, name), load in loads
+        for path in load.paths
+    ]
     for name, text, field in (
-        ("chitu_path_bytes", "Bytes that P wrote to D", "bytes"),
-        ("chitu_path_writes", "Writes of P to D that ended well", "writes"),
-        ("chitu_path_busy_seconds", "Time that writes of P to D took, failed ones too", "busy_s"),
-        ("chitu_path_failed_writes", "Writes of P to D that failed or did not end in time", "failures"),
+        ("chitu_path_bytes", "Bytes that P wrote to D, or E to P", "bytes"),
+        ("chitu_path_writes", "Writes of P to D, or of E to P, that ended well", "writes"),
+        ("chitu_path_busy_seconds", "Time that these writes took, failed ones too", "busy_s"),
+        ("chitu_path_failed_writes", "Writes of P to D, or of E to P, that failed or did not end in time", "failures"),
     ):
         samples = (((p, d, path.transport), getattr(path, field)) for p, d, path in paths)
         yield from counter(name, text, samples, ("prefill", "decode", "transport"))
@@ -342,8 +348,8 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_host_evicted_pages", "Pages that host memory gave up for others", "host_evictions"),
         ("chitu_instance_bad_pages", "Pages from disk or store with a wrong key or checksum", "bad_pages"),
         ("chitu_instance_unsound_requests", "Requests whose logits were not finite (NaN or infinite)", "unsound"),
-        ("chitu_instance_encoded_images", "Images whose features were computed", "images"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
+        ("chitu_instance_encoded_images", "Images whose features were computed", "images"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of an unknown sender", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited because no step had room", "backlog_s"),
         (
@@ -387,6 +393,8 @@ def _queues(role: str, load: LoadReport) -> dict[str, int]:
             "retracted": load.retracted,
             "closing": load.closing,
         }
+    if role == Role.ENCODE:
+        return {"waiting": load.waiting, "inflight": load.transferring, "closing": load.closing}
     return {"waiting": load.waiting, "running": load.running, "retracted": load.retracted}
 
 

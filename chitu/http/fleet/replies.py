@@ -9,7 +9,7 @@ import msgspec
 
 class HealthInstance(msgspec.Struct):
     name: str
-    role: Literal["prefill", "decode", "unified"]
+    role: Literal["prefill", "decode", "unified", "encode"]
     incarnation: int
     draining: bool
     home: str = ""

@@ -87,16 +87,18 @@ class TextParts:
         beside = [child for child, part in self.head.named_children() if part is body or _is_model(part)]
         self._prefix, self._elsewhere = prefix, tuple(f"{prefix}{child}." for child in beside)
         self.body = body
+        self._has_text = True
         self.vision_names: list[str] = []
         """With which the names of the tensors of the part for images begin, in the body, if it is loaded, too."""
 
-    def take_vision(self) -> None:
-        """Have the part for images loaded, too. Raises UnsupportedModel if there is none that could be used."""
+    def take_vision(self, is_alone: bool = False) -> None:
+        """Have the part for images loaded, too, or with `is_alone` nothing else. Raises UnsupportedModel if there is
+        none that could be used."""
         if self.body is self.decoder:
             raise UnsupportedModel(f"{type(self.head).__name__} has no body that calls its decoder with features")
         if why := why_blind(self.body):
             raise UnsupportedModel(why)
-        self.vision_names = names_beside(self.body, self.decoder)
+        self.vision_names, self._has_text = names_beside(self.body, self.decoder), not is_alone
 
     def is_of_vision(self, name: str) -> bool:
         """Return whether a tensor of the whole model is one of the part for images, if that is loaded."""
@@ -105,7 +107,9 @@ class TextParts:
 
     def needs(self, name: str) -> bool:
         """Return whether a tensor of the whole model is loaded: the decoder's, the head's own, or one for images."""
-        if name.startswith(f"{self.decoder_name}.") or self.is_of_vision(name):
+        if self.is_of_vision(name) or not self._has_text:
+            return self.is_of_vision(name)
+        if name.startswith(f"{self.decoder_name}."):
             return True
         return name.startswith(self._prefix) and not name.startswith(self._elsewhere)
 

@@ -259,6 +259,20 @@ def build_generic(
     return built
 
 
+def build_tower(
+    path: str | Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: WeightSource
+) -> Vision:
+    """Build what makes features of images, and read its weights alone. No self-check: an instance that has the decoder,
+    too, decides whether its features are right. Raises ConfigError (UnsupportedModel) if there is none."""
+    model = empty_model(path, spec, dtype)
+    parts = TextParts(model)
+    parts.take_vision(is_alone=True)
+    fill(model, parts, weights, device, spec)
+    if not parts.vision_names:
+        raise UnsupportedModel(f"model.path: {path} has no tensors for images")
+    return Vision(parts.body, parts.vision_names, spec.hidden_size, dtype)
+
+
 def _take_vision(parts: TextParts, spec: ModelSpec) -> None:
     """Have what makes features of images loaded, if there is such a part and it can be used."""
     if not spec.is_text_part:

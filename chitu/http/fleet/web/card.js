@@ -170,6 +170,7 @@ export function describe(instance, rate) {
     parts.push(`image rows ${count(load.image_rows_used ?? 0)} of ${count(load.image_rows)}`);
   }
   if (load.suspended?.length) parts.push(`no writes to ${load.suspended.map((rank) => `D${rank}`).join(", ")}`);
-  if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
+  if (role === "encode") parts.push(`${count(load.images ?? 0)} images`, `${bytes(load.bytes_moved ?? 0)} sent`);
+  else if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
   return parts.join(" · ");
 }

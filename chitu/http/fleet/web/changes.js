@@ -32,7 +32,7 @@ export class Changes {
   }
 }
 
-const ROLES = ["prefill", "decode", "unified"];
+const ROLES = ["prefill", "decode", "unified", "encode"];
 
 /** P first, then by rank: an instance that joined comes last in the stream. */
 function inOrder(a, b) {

@@ -5,9 +5,9 @@
 export function commandsOf(instances, url) {
   const at = url === "http://127.0.0.1:21003" ? "" : ` --url ${url}`;
   const last = (role) => instances.findLast((instance) => instance.role === role && instance.status === "up")?.name;
-  const [p, d, u] = ["prefill", "decode", "unified"].map(last);
+  const [p, d, u, e] = ["prefill", "decode", "unified", "encode"].map(last);
   const decoding = instances.filter((instance) => instance.role === "decode" && instance.status === "up");
-  const leaving = d ?? p ?? u;
+  const leaving = d ?? p ?? u ?? e;
   return [
     ["talk to it in a terminal", `chitu chat${at}`],
     [`one more ${u && !d ? "U" : "D"}, on the machine where you type it`, `chitu join ${u && !d ? "unified" : "decode"}${at}`],

@@ -89,8 +89,8 @@ export class Grid {
   }
 }
 
-/** P has the left field. */
-const sideOf = (element) => element.classList.contains("prefill");
+/** P has the left field, and so has E. */
+const sideOf = (element) => element.classList.contains("prefill") || element.classList.contains("encode");
 
 function newCell(name, role) {
   const element = svgElement("g", { class: `cell ${role}`, role: "img", tabindex: "-1" });

@@ -13,11 +13,11 @@ export const requestsThere = (load) => numbersOf(load).reduce((sum, number) => s
 
 export const isIdle = ({ load }) => requestsThere(load) === 0;
 
-/** 0 (nothing to do) to 4: of P by its requests, of the others by the pages in use, and 4 if requests wait for them. */
+/** 0 (nothing to do) to 4: of P and E by their requests, of the others by the pages in use, and 4 if requests wait for them. */
 export function heatOf({ role, load }) {
   const there = requestsThere(load);
   if (there === 0) return 0;
-  if (role === "prefill") return 1 + [2, 4, 8].filter((bound) => there >= bound).length;
+  if (role === "prefill" || role === "encode") return 1 + [2, 4, 8].filter((bound) => there >= bound).length;
   const share = (load.pages_used ?? 0) / (load.pages_total || 1);
   return load.waiting ? 4 : 1 + [0.25, 0.5, 0.75].filter((bound) => share >= bound).length;
 }

@@ -35,9 +35,12 @@ export const FEATURED = { wide: 3, narrow: 2 };
  */
 export function layoutOf(width, instances) {
   const named = (role) => instances.filter((instance) => instance.role === role).map(({ name }) => name);
-  const [prefill, decode, unified] = [named("prefill"), named("decode"), named("unified")];
+  const [prefill, decode, unified, encode] = ["prefill", "decode", "unified", "encode"].map(named);
   const isUnified = prefill.length + decode.length === 0;
-  const sides = isUnified ? { right: unified } : { left: prefill, right: [...decode, ...unified] };
+  // An E works for P.
+  const sides = isUnified
+    ? { right: [...unified, ...encode] }
+    : { left: [...prefill, ...encode], right: [...decode, ...unified] };
   const rows = Math.max(...Object.values(sides).map((names) => names.length), 1);
   const isNarrow = width < NARROW_WIDTH;
   const isGrid = instances.length > MAX_CARDS || rows > MAX_ROWS;
@@ -57,9 +60,9 @@ export function layoutOf(width, instances) {
     : { left: 1, right: Math.round(width - sideWidth - 1) };
   const base = { width, form, isNarrow, isGrid, manyPairs: isGrid || prefill.length * decode.length > MANY_PAIRS };
   const captions = isUnified
-    ? [{ text: "Unified", side: "right", x: width / 2, anchor: "middle" }]
+    ? [{ text: encode.length > 0 ? "Unified, encode" : "Unified", side: "right", x: width / 2, anchor: "middle" }]
     : [
-        { text: "Prefill", side: "left", x: 1, anchor: "start" },
+        { text: encode.length > 0 ? "Prefill, encode" : "Prefill", side: "left", x: 1, anchor: "start" },
         { text: unified.length > 0 ? "Decode, unified" : "Decode", side: "right", x: width - 1, anchor: "end" },
       ];
   const arranged = isGrid ? cellsOf(sides, lefts, sideWidth, form, isNarrow) : cardsOf(sides, lefts, sideWidth, form, rows);

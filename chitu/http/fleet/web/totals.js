@@ -25,7 +25,7 @@ function medianFirstToken(requests) {
 export function showTotals(ui, snapshot, rates) {
   const { instances, requests } = snapshot;
   setText(ui.inFlight, count(snapshot.in_flight));
-  const isUnified = instances.every(({ role }) => role === "unified");
+  const isUnified = instances.every(({ role }) => role === "unified" || role === "encode");
   // A rate is one of the last two seconds, and a first token may be long ago: dimmed while nothing adds to it.
   const areIdle = (roles) => instances.every((instance) => !roles.includes(instance.role) || isIdle(instance));
   setData(ui.prefillRate, { past: areIdle(["prefill"]) });
@@ -42,7 +42,7 @@ export function showTotals(ui, snapshot, rates) {
 export function showHeader(ui, snapshot) {
   setText(ui.model, snapshot.model);
   const number = (role) => snapshot.instances.filter((instance) => instance.role === role).length;
-  const shape = [["prefill", "P"], ["decode", "D"], ["unified", "U"]]
+  const shape = [["prefill", "P"], ["decode", "D"], ["unified", "U"], ["encode", "E"]]
     .map(([role, letter]) => (number(role) > 0 ? `${number(role)}${letter}` : ""))
     .join("");
   const context = snapshot.max_model_len === null ? "" : ` · ${count(snapshot.max_model_len)} tokens`;

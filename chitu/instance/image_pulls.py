@@ -1,0 +1,232 @@
+"""P's half of having images encoded by E: which E is asked, and what becomes of the rows meanwhile.
+
+An image goes to the E that a hash of its key prefers, so that E have different images in their caches, and an image
+that comes again is found where it was encoded; to the next one if that has much to do. Several images of a prompt so
+go to several E. An attempt has a share of `bootstrap_s`. What then has not come, and what an E refuses, is asked of
+another E once; then P encodes the image itself, as it does without E. A prompt without images knows nothing of this.
+
+Rows of an attempt are *lent*: pinned, and not found by anybody, until all of them came and were verified, or E can
+write to them no more, whatever becomes of the prompts that wait. Step thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig
+from chitu.errors import Capacity, ChituError, RequestError, TransferStalled
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.protocol import EncodeOrder, InstanceInfo
+from chitu.types import new_room
+
+if TYPE_CHECKING:
+    from chitu.instance.images import StoredImage
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""E that are asked for an image, one after the other."""
+ATTEMPT_SHARE = 0.5
+"""Share of `deadlines.bootstrap_s`, or of `transfer_s` if that is shorter, that one attempt has."""
+BATCHES_AHEAD = 4
+"""An E that has as many steps of rows to do for this instance is passed over while another one has less."""
+LENT_SHARE = 2
+"""One part in so many of the region may be lent: the rest is for images that P encodes itself, whatever an E does."""
+
+
+class FeatureReceiver(Protocol):
+    """`EncodeReceiver`, as it is used here."""
+
+    def encoders(self) -> list[InstanceInfo]: ...
+
+    def announce(
+        self,
+        room: bytes,
+        request_id: str,
+        pages: Sequence[int],
+        aux_slot: int,
+        num_tokens: int,
+        prefill_rank: int,
+        prefill_incarnation: int,
+        prefix_pages: int,
+    ) -> None: ...
+
+    def order(self, room: bytes, encoder: InstanceInfo, order: EncodeOrder) -> None: ...
+
+    def poll(self) -> list[TransferEvent]: ...
+
+    def abort(self, room: bytes, error: ChituError) -> None: ...
+
+
+class PullNews(Enum):
+    FILLED = auto()
+    """The features are in the rows, as E computed them. The rows are lent no more."""
+    FAILED = auto()
+    """They will not come. The rows may still be written."""
+    RELEASED = auto()
+    """Nothing writes to the rows any more: they are lent no more."""
+
+
+class PullEvent(NamedTuple):
+    kind: PullNews
+    image: StoredImage
+
+
+@dataclass(slots=True)
+class ImagePull:
+    """An attempt, until its rows are lent no more."""
+
+    image: StoredImage
+    encoder: InstanceInfo
+    aux_slot: int
+    begun_s: float
+    has_failed: bool = False
+
+
+class ImagePulls:
+    def __init__(
+        self,
+        receiver: FeatureReceiver,
+        aux: MetadataBuffers,
+        place: tuple[int, int],
+        deadlines: DeadlineConfig,
+        most_rows: int,
+        clock: Clock,
+    ) -> None:
+        """`aux`: of the feature pool. `place`: engine rank and incarnation of this instance. `most_rows`: rows that a
+        step of an E encodes."""
+        self._receiver = receiver
+        self._aux = aux
+        self._engine_rank, self._incarnation = place
+        self._attempt_s = ATTEMPT_SHARE * min(deadlines.bootstrap_s, deadlines.transfer_s)
+        self._rest_s = deadlines.bootstrap_s
+        self._full_s = deadlines.retry_interval_s
+        self._most_rows = most_rows
+        self._clock = clock
+        self._pulls: dict[bytes, ImagePull] = {}
+        """By room."""
+        self._rests: dict[int, float] = {}
+        """Until when an E is not asked, by incarnation."""
+        self._pending: list[PullEvent] = []
+        self._is_stopped = False
+        self.num_filled = self.num_failed = 0
+        """Images that came, and attempts that failed, since the start."""
+
+    def __len__(self) -> int:
+        """Return the number of attempts whose rows are lent."""
+        return len(self._pulls)
+
+    @property
+    def num_lent(self) -> int:
+        """Rows that are lent."""
+        return sum(len(pull.image.rows) for pull in self._pulls.values())
+
+    def is_pulling(self, key: bytes) -> bool:
+        """Return whether an attempt for this image is under way."""
+        return any(pull.image.key == key and not pull.has_failed for pull in self._pulls.values())
+
+    def choose(self, key: bytes, num_rows: int, tried: Collection[int] = ()) -> InstanceInfo | None:
+        """Return the E that is to encode an image; None: P does it itself. `tried`: incarnations of those that
+        failed."""
+        if self._is_stopped or len(tried) >= ATTEMPTS or not self._aux.num_free:
+            return None
+        now_s = self._clock.monotonic()
+        self._rests = {each: until_s for each, until_s in self._rests.items() if until_s > now_s}
+        able = [e for e in self._receiver.encoders() if e.incarnation not in tried and e.incarnation not in self._rests]
+        if not able:
+            return None
+        able.sort(key=lambda encoder: _preference(key, encoder.engine_rank), reverse=True)
+        rows = {encoder.incarnation: self._outstanding(encoder.incarnation) for encoder in able}
+        most = BATCHES_AHEAD * self._most_rows
+        return next(
+            (each for each in able if not rows[each.incarnation] or rows[each.incarnation] + num_rows <= most),
+            min(able, key=lambda each: rows[each.incarnation]),
+        )
+
+    def _outstanding(self, incarnation: int) -> int:
+        return sum(
+            len(pull.image.rows)
+            for pull in self._pulls.values()
+            if pull.encoder.incarnation == incarnation and not pull.has_failed
+        )
+
+    def begin(self, image: StoredImage, encoder: InstanceInfo, router: int) -> None:
+        """Have an E write the features of an image, whose rows are lent from now on. `router`: one that has the
+        file."""
+        slot = self._aux.allocate()
+        assert slot is not None, "`choose` saw a free one"
+        room, num_rows = new_room(), len(image.rows)
+        self._pulls[room] = ImagePull(image, encoder, slot, self._clock.monotonic())
+        to = encoder.engine_rank, encoder.incarnation
+        self._receiver.announce(room, f"image {image.key.hex()[:8]}", image.rows.tolist(), slot, num_rows, *to, 0)
+        order = EncodeOrder(self._incarnation, self._engine_rank, image.key, num_rows, router)
+        self._receiver.order(room, encoder, order)
+
+    def take(self) -> list[PullEvent]:
+        """Return what has become of the attempts, and give up those that take too long."""
+        found, self._pending = self._pending, []
+        for event in self._receiver.poll():
+            pull = self._pulls.get(event.room)
+            if pull is not None:
+                found += self._on_event(event, pull)
+        late_s = self._clock.monotonic() - self._attempt_s
+        for room, pull in self._pulls.items():
+            if not pull.has_failed and pull.begun_s <= late_s:
+                text = f"{pull.encoder.name} has not encoded an image in {self._attempt_s:g} s"
+                found += self._give_up(room, pull, TransferStalled(text))
+        return found
+
+    def stop(self) -> None:
+        """Ask no E any more: this instance has other weights than they."""
+        self._is_stopped = True
+        for room, pull in self._pulls.items():
+            if not pull.has_failed:
+                self._pending += self._give_up(room, pull, Capacity("this instance has other weights by now"))
+
+    def _on_event(self, event: TransferEvent, pull: ImagePull) -> list[PullEvent]:
+        image = pull.image
+        if event.kind is TransferEventKind.FAILED:
+            return self._fail(pull, event.error)
+        if event.kind not in (TransferEventKind.SUCCESS, TransferEventKind.RELEASED):
+            return []
+        is_right = event.kind is TransferEventKind.SUCCESS and not pull.has_failed
+        failed: list[PullEvent] = []
+        if is_right and (found := self._aux.get(pull.aux_slot).tobytes()) != image.key:
+            is_right = False
+            text = "%s sent features of image %s for image %s"
+            logger.error(text, pull.encoder.name, found.hex()[:8], image.key.hex()[:8])
+            failed = self._fail(pull, None)
+        del self._pulls[event.room]
+        self._aux.free(pull.aux_slot)
+        if is_right:
+            self.num_filled += 1
+        return [*failed, PullEvent(PullNews.FILLED if is_right else PullNews.RELEASED, image)]
+
+    def _give_up(self, room: bytes, pull: ImagePull, error: ChituError) -> list[PullEvent]:
+        self._receiver.abort(room, error)
+        return self._fail(pull, error)
+
+    def _fail(self, pull: ImagePull, error: ChituError | None) -> list[PullEvent]:
+        """Note that an attempt failed. An E rests after it, unless the image was at fault."""
+        if pull.has_failed:
+            return []
+        pull.has_failed = True
+        self.num_failed += 1
+        if error is not None:
+            logger.warning("%s does not encode an image: %s (%s)", pull.encoder.name, error.message, error.code)
+        if not isinstance(error, RequestError):
+            rest_s = self._full_s if isinstance(error, Capacity) else self._rest_s
+            self._rests[pull.encoder.incarnation] = self._clock.monotonic() + rest_s
+        return [PullEvent(PullNews.FAILED, pull.image)]
+
+
+def _preference(key: bytes, engine_rank: int) -> bytes:
+    """Return by how much an image prefers an E (rendezvous hashing): a lost E moves its own images alone."""
+    return blake2b(key + engine_rank.to_bytes(8, "little"), digest_size=8).digest()
