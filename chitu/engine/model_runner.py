@@ -378,10 +378,10 @@ class ModelRunner:
     def _draw_first(self, first_tokens: Sequence[FirstToken], numbers_4R: torch.Tensor) -> torch.Tensor:
         """Draw first tokens from aux rows, and append them. `numbers`: as `GreedyKernels.first_tokens` has them. Note
         what is found in the rows that are to be checked: of the bytes that the tokens are drawn from."""
-        slots, greedy, draws = [first.slot for first in first_tokens], self._greedy, None
+        slots, greedy = [first.slot for first in first_tokens], self._greedy
         sampler = self._sampler_of(slots)
-        if not (is_greedy := sampler.is_greedy(slots)):
-            draws = sampler.draws_of(slots)
+        is_greedy = sampler.is_greedy(slots)
+        draws = None if greedy is None or is_greedy else sampler.draws_of(slots)
         if greedy is None or self._logprobs.has(slots) or not (is_greedy or draws is not None):
             return self._sample(self._first_logits(first_tokens, numbers_4R[0]), slots, 0).tokens_N
         tokens_R, found_RC, both = greedy.first_tokens(self._pool.aux, numbers_4R, self._slots.token_ids, draws)

@@ -81,6 +81,9 @@ class KeepsLogits(GreedySampler):
     def is_greedy(self, slots: list[int]) -> bool:
         return False
 
+    def draws_of(self, slots: list[int]) -> None:
+        return None
+
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
         self.rows += logits.clone()
         return super().sample(logits, slots)
