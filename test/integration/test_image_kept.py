@@ -149,6 +149,10 @@ def test_lines_of_a_batch_have_images_and_their_files_are_released(interrupted: 
     answers = map(json.loads, client.get(f"/v1/files/{now()['output_file_id']}/content").text.splitlines())
     found = {each["custom_id"]: each["response"]["body"]["choices"][0]["token_ids"] for each in answers}
     assert found == whole
-    text = client.get("/metrics").text
-    assert "chitu_image_files 0.0" in text and "chitu_image_file_bytes 0.0" in text
+
+    def are_gone() -> bool:
+        text = client.get("/metrics").text
+        return "chitu_image_files 0.0" in text and "chitu_image_file_bytes 0.0" in text
+
+    wait_until(are_gone, 20.0, "the files of images that are over are still here")
     client.close()
