@@ -140,13 +140,20 @@ class CommLoop:
         routers: Sequence[RouterAddress],
         clock: Clock,
         secrets: ClusterSecrets | None = None,
+        takes_features: bool = False,
     ) -> None:
-        """`routers`: all that the instance joins, in the order of the configuration."""
+        """`routers`: all that the instance joins, in the order of the configuration. `takes_features`: have a control
+        port for features of images, too."""
         self._clock = clock
         self.context = make_context(secrets)
         self._requests, self.port = bind(self.context, zmq.PULL, bind_host, port)
         self._control, self.control_port = bind(self.context, zmq.PULL, bind_host, 0)
-        self._images, self.image_port = bind(self.context, zmq.PULL, bind_host, 0)
+        self._ports = [self._requests, self._control]
+        self._images: zmq.Socket[bytes] | None = None
+        self.image_port = 0
+        if takes_features:
+            self._images, self.image_port = bind(self.context, zmq.PULL, bind_host, 0)
+            self._ports.append(self._images)
         self.contacts = Contacts(self, len(routers), clock.monotonic())
         """What the routers know. Other threads use what it offers to any thread."""
         self.routers = [
@@ -221,7 +228,7 @@ class CommLoop:
         poller, contacts = self._poller, self.contacts
         contacts.begin(instance, transfer, owner, deadlines)
         of_routers = [socket for router in self.routers for socket in (router.coordination, router.view)]
-        for socket in (self._requests, self._control, self._images, *of_routers):
+        for socket in (*self._ports, *of_routers):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping or self._to_peers or self._to_stats:
@@ -239,7 +246,7 @@ class CommLoop:
                 self.num_reads += 1
             if self._control in ready:
                 self._drain_control(self._control, transfer.on_frame)
-            if self._images in ready:
+            if self._images is not None and self._images in ready:
                 self._drain_control(self._images, transfer.on_image_frame)
             for index, router in enumerate(self.routers):
                 if router.coordination in ready:
@@ -364,7 +371,7 @@ class CommLoop:
             self._peers.pop(address).close()
 
     def _close(self) -> None:
-        for socket in (*self._peers.values(), self._requests, self._control, self._images):
+        for socket in (*self._peers.values(), *self._ports):
             socket.close(0)
         for router in self.routers:
             if self._leave is not None:

@@ -110,7 +110,9 @@ class Compositions:
     def _feature_receiver(self, config: KVManagerConfig, context: TransferContext) -> EncodeReceiver | None:
         """Return what P receives features with; None if it takes none from E."""
         features, own = self._rank.features, self._instance.config
-        if features is None or own.tp_size > 1:  # followers have features, too, and no way to get them
+        if (
+            features is None or own.tp_size > 1 or not self._comm.image_port
+        ):  # followers have features, too, and no way to get them
             return None
         pd = self._topology.dp_config.router.pd_disaggregation
         try:

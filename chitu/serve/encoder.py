@@ -6,7 +6,7 @@ import logging
 import os
 
 from chitu.clock import RealClock
-from chitu.config.schema import Topology
+from chitu.config.schema import ModelConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
 from chitu.images.forms import image_model_of
@@ -28,6 +28,11 @@ from chitu.serve.factories import Factories
 from chitu.types import Incarnation
 
 logger = logging.getLogger(__name__)
+
+
+def may_see_images(model: ModelConfig) -> bool:
+    """Return whether prompts of the model may have images, as far as its folder tells."""
+    return model.images == "auto" and not isinstance(image_model_of(model.path), str)
 
 
 def image_thread(topology: Topology, comm: CommLoop, waker: Waker) -> ImageThread | None:

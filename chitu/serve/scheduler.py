@@ -64,7 +64,7 @@ from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.serve.compositions import Compositions, roles_of
-from chitu.serve.encoder import build_encode_service, image_thread
+from chitu.serve.encoder import build_encode_service, image_thread, may_see_images
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, place_text
@@ -164,6 +164,7 @@ def _serve(topology: Topology, instance: Instance, tp_rank: int, factories: Fact
             ],
             RealClock(),
             secrets,
+            takes_features=instance.role is not Role.ENCODE and may_see_images(topology.model),
         )
     except zmq.ZMQError as error:
         raise ConfigError(f"{instance.key}.port: cannot listen on {error}") from error
