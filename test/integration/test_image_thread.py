@@ -125,9 +125,9 @@ def _forget(bench: Bench) -> Iterator[None]:
 
 
 def open_files() -> int:
-    """Return how many files without a name this process has."""
+    """Return how many images and files of patches this process has in memory without a name."""
     names = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _exists(name))
-    return sum("memfd:chitu" in name for name in names)
+    return sum("memfd:chitu-image" in name or "memfd:chitu-patches" in name for name in names)
 
 
 def _exists(name: str) -> bool:
@@ -165,7 +165,7 @@ def test_patches_are_those_of_the_sizes(bench: Bench, folder: Path) -> None:
             assert not os.path.exists(prepared.patches)
     finally:
         sizer.close()
-    assert len(bench.ports[0].asked) == 2
+    assert len(set(bench.ports[0].asked)) == 2  # one that is late is asked for again
 
 
 def test_an_unanswered_question_is_repeated(bench: Bench) -> None:
