@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from chitu.errors import ChituError
+from chitu.errors import ChituError, IncompatibleLayout
 
 
 class PreparedImage(NamedTuple):
@@ -39,13 +39,19 @@ class ImageSource(Protocol):
 
 
 class NoImages:
-    """The source of an instance whose model has no vision. Nothing is ever asked of it."""
+    """The source of an instance that prepares no images. A prompt with one comes only if the router's folder of the
+    model tells more of images than this one's: it ends with an error, as that of another processor."""
+
+    def __init__(self) -> None:
+        self._asked: dict[bytes, None] = {}
 
     def ask(self, key: bytes, router: int) -> None:
-        raise NotImplementedError("this model has no vision")
+        self._asked[key] = None
 
     def take(self) -> list[PreparedImage]:
-        return []
+        asked, self._asked = self._asked, {}
+        error = IncompatibleLayout("this instance prepares no images: its model folder is not that of the router")
+        return [PreparedImage(key, error=error) for key in asked]
 
     def drop(self, key: bytes) -> None:
-        pass
+        self._asked.pop(key, None)

@@ -20,6 +20,7 @@ from support.requests import prefill_request, unified_request
 
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, DecodeLost, Internal, InvalidRequest, StepFailed, TransferStalled
+from chitu.instance.image_source import NoImages
 from chitu.instance.images import FeatureStore, PromptImages, StoredImage
 from chitu.kv_cache import prefix_index
 from chitu.protocol import CancelRequest, Fork, ImagePart, SamplingParams, pack_i32
@@ -659,3 +660,13 @@ def test_every_prompt_ends_whatever_comes_when(
     for index in set(range(len(load))) - cancelled:
         instance.check(index, *made[index])
     instance.check_empty()
+
+
+def test_an_instance_that_prepares_no_images_says_so_of_each() -> None:
+    source = NoImages()
+    for key in (b"a" * 16, b"b" * 16, b"a" * 16):
+        source.ask(key, 0)
+    source.drop(b"b" * 16)
+    [prepared] = source.take()
+    assert prepared.key == b"a" * 16 and prepared.error is not None and "prepares no images" in prepared.error.message
+    assert source.take() == []
