@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from chitu.config.topology import Instance, Topology
-from chitu.engine.executor import Executor, ExecutorInfo, LayerCallback, StepHandle, StepPlan
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepHandle, StepPlan
+from chitu.engine.model_runner import ModelRunner
 from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
 from chitu.protocol import unpack_i32
@@ -21,8 +22,9 @@ POISON_OF_D = 502
 
 
 class PoisonedRunner:
-    def __init__(self, inner: Executor) -> None:
+    def __init__(self, inner: ModelRunner) -> None:
         self._inner = inner
+        self.model = inner.model
         self._poisoned: dict[int, bool] = {}
         self._warm_thread: int | None = None
 
