@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
+from chitu.clock import Clock
 from chitu.engine.executor import EncodeImage
 from chitu.errors import Capacity, ChituError, Internal
+from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_source import ImageSource
 from chitu.instance.images import FeatureStore, StoredImage
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
@@ -27,7 +29,7 @@ from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.pulling import EncodeSender
 from chitu.net.threads import Waker
-from chitu.protocol import EncodeOrder, LoadReport
+from chitu.protocol import EncodeOrder, ImageLoad, LoadReport
 from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class OrderedImage:
     image: StoredImage | None = None
     """Its features, pinned, once they are sent."""
     aux_slot: int = -1
+    is_hit: bool = False
+    """Whether its features were here when it came."""
     is_asked: bool = False
     """Whether the source was told that its router has the file."""
     has_failed: bool = False
@@ -80,6 +84,7 @@ class EncodeScheduler:
         aux: MetadataBuffers,
         most_rows: int,
         waker: Waker,
+        clock: Clock | None = None,
     ) -> None:
         """`most_rows`: rows that a step encodes at most, but for one image alone."""
         self._sender = sender
@@ -95,7 +100,8 @@ class EncodeScheduler:
         self._patches: dict[bytes, str] = {}
         """Images that the source was asked for, by key: where their patches are, empty until they are there."""
         self._is_draining = self._must_flush = False
-        self._num_steps = self._num_rows = self._num_images = 0
+        self._num_steps = self._num_rows = self._num_images = self._num_hits = 0
+        self._meter = ImageMeter(clock)
         self.turns = 0
         """Calls of `step`, and blocks of the tower that were computed, as a large image takes long; any thread may read
         it."""
@@ -139,7 +145,7 @@ class EncodeScheduler:
         self._ask()
         batch = self._choose()
         ready = self._encode(batch) if batch else None
-        num_sent = self._send(ready)
+        num_sent = self._send(ready, {image.key for image in batch})
         self._drop_unwanted()
         self.load = self._report()
         return bool(batch or num_sent)
@@ -262,13 +268,14 @@ class EncodeScheduler:
             self._drop(image.key)
             self._num_images += 1
             self._num_rows += len(image.rows)
+            self._meter.note_encoded(len(image.rows))
         return ready
 
     def _plan_of(self, image: StoredImage) -> EncodeImage:
         return EncodeImage(self._patches[image.key], image.rows.astype("<i4").tobytes())
 
-    def _send(self, ready: Ready | None) -> int:
-        """Send what is here and waits. Return how many images."""
+    def _send(self, ready: Ready | None, encoded: Set[bytes]) -> int:
+        """Send what is here and waits. Return how many images. `encoded`: keys of those that this step computed."""
         sent: list[OrderedImage] = []
         for ordered in self._orders.values():
             if not ordered.waits:
@@ -284,7 +291,8 @@ class EncodeScheduler:
             if slot is None:
                 break
             self._store.pin(image)
-            ordered.image, ordered.aux_slot = image, slot
+            ordered.image, ordered.aux_slot, ordered.is_hit = image, slot, image.key not in encoded
+            self._num_hits += ordered.is_hit
             self._maker.name_row(slot, image.key)
             sent.append(ordered)
         if sent:
@@ -310,19 +318,24 @@ class EncodeScheduler:
 
     def _report(self) -> LoadReport:
         waiting = [each.order.num_rows for each in self._orders.values() if each.waits]
-        moving = sum(each.image is not None and not each.has_failed for each in self._orders.values())
+        moving = [each for each in self._orders.values() if each.image is not None and not each.has_failed]
         store, aux = self._store, self._aux
+        # On a GPU the features of an image that moves may still be computed.
+        self._meter.note(bool(waiting) or not all(each.is_hit for each in moving))
         return LoadReport(
             waiting=len(waiting),
             waiting_tokens=sum(waiting),
-            transferring=moving,
-            closing=len(self._orders) - len(waiting) - moving,
+            transferring=len(moving),
+            closing=len(self._orders) - len(waiting) - len(moving),
             aux_total=aux.num_slots,
             aux_free=aux.num_free,
             steps=self._num_steps,
             tokens=self._num_rows,
+            backlog_s=self._meter.busy_s,
+            backlog_work=self._num_rows,
             images=self._num_images,
             image_rows=store.num_rows,
             image_rows_used=store.num_pinned,
             bytes_moved=self._sender.machine.bytes_moved,
+            image_load=ImageLoad(sum(waiting), self._meter.row_s, self._num_hits, store.newest_keys),
         )

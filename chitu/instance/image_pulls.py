@@ -1,6 +1,7 @@
 """P's half of having images encoded by E: which E is asked, and what becomes of the rows meanwhile.
 
-An image goes to the E that a hash of its key prefers, so that E have different images in their caches, and an image
+An image goes to the E that its router chose, which knows what all E have to do and which images they have. Without a
+choice it goes to the E that a hash of its key prefers, so that E have different images in their caches, and an image
 that comes again is found where it was encoded; to the next one if that has much to do. Several images of a prompt so
 go to several E. An attempt has a share of `bootstrap_s`. What then has not come, and what an E refuses, is asked of
 another E once; then P encodes the image itself, as it does without E. A prompt without images knows nothing of this.
@@ -15,7 +16,6 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chitu.clock import Clock
@@ -23,7 +23,7 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import Capacity, ChituError, RequestError, TransferStalled
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.protocol import EncodeOrder, InstanceInfo
+from chitu.protocol import ANY_ENCODER, NO_ENCODER, EncodeOrder, InstanceInfo, encoder_preference
 from chitu.types import new_room
 
 if TYPE_CHECKING:
@@ -132,17 +132,22 @@ class ImagePulls:
         """Return whether an attempt for this image is under way."""
         return any(pull.image.key == key and not pull.has_failed for pull in self._pulls.values())
 
-    def choose(self, key: bytes, num_rows: int, tried: Collection[int] = ()) -> InstanceInfo | None:
-        """Return the E that is to encode an image; None: P does it itself. `tried`: incarnations of those that
-        failed."""
-        if self._is_stopped or len(tried) >= ATTEMPTS or not self._aux.num_free:
+    def choose(
+        self, key: bytes, num_rows: int, tried: Collection[int] = (), wanted: int = ANY_ENCODER
+    ) -> InstanceInfo | None:
+        """Return the E that is to encode an image; None: P does it itself. `tried`: incarnations of those that failed.
+        `wanted`: the router's choice, as in `RequestHead.encoders`; if that E cannot be asked, another one is."""
+        if wanted == NO_ENCODER or self._is_stopped or len(tried) >= ATTEMPTS or not self._aux.num_free:
             return None
         now_s = self._clock.monotonic()
         self._rests = {each: until_s for each, until_s in self._rests.items() if until_s > now_s}
         able = [e for e in self._receiver.encoders() if e.incarnation not in tried and e.incarnation not in self._rests]
         if not able:
             return None
-        able.sort(key=lambda encoder: _preference(key, encoder.engine_rank), reverse=True)
+        named = next((encoder for encoder in able if encoder.engine_rank == wanted), None)
+        if named is not None:
+            return named
+        able.sort(key=lambda encoder: encoder_preference(key, encoder.engine_rank), reverse=True)
         rows = {encoder.incarnation: self._outstanding(encoder.incarnation) for encoder in able}
         most = BATCHES_AHEAD * self._most_rows
         return next(
@@ -225,8 +230,3 @@ class ImagePulls:
             rest_s = self._full_s if isinstance(error, Capacity) else self._rest_s
             self._rests[pull.encoder.incarnation] = self._clock.monotonic() + rest_s
         return [PullEvent(PullNews.FAILED, pull.image)]
-
-
-def _preference(key: bytes, engine_rank: int) -> bytes:
-    """Return by how much an image prefers an E (rendezvous hashing): a lost E moves its own images alone."""
-    return blake2b(key + engine_rank.to_bytes(8, "little"), digest_size=8).digest()

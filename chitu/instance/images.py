@@ -27,6 +27,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,9 +37,19 @@ from numpy.typing import NDArray
 from chitu.clock import Clock, RealClock
 from chitu.engine.executor import EncodeImage, ExecutorInfo, ImageSpan, PlaceImage, StepPlan
 from chitu.errors import ChituError, Internal, TransferStalled
+from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_pulls import LENT_SHARE, ImagePulls, PullNews
 from chitu.instance.image_source import ImageSource, NoImages
-from chitu.protocol import IMAGE_KEY_BYTES, ImagePart
+from chitu.protocol import (
+    ANY_ENCODER,
+    IMAGE_KEY_BYTES,
+    MAX_REPORTED_KEYS,
+    NO_IMAGE_LOAD,
+    REPORTED_KEY_BYTES,
+    ImageLoad,
+    ImagePart,
+    RequestHead,
+)
 
 if TYPE_CHECKING:
     from chitu.instance.sequences import Sequence as Request
@@ -83,6 +94,11 @@ class FeatureStore:
     def num_free(self) -> int:
         """Rows of no image."""
         return len(self._free)
+
+    @property
+    def newest_keys(self) -> bytes:
+        """`ImageLoad.keys` of what is here."""
+        return b"".join([key[-REPORTED_KEY_BYTES:] for key in islice(reversed(self._images), MAX_REPORTED_KEYS)])
 
     def find(self, key: bytes) -> StoredImage | None:
         """Return an image that is here."""
@@ -270,6 +286,10 @@ class AskedImage:
     """Incarnations of the E that were asked for it."""
     num_unread: int = 0
     """Steps that encode it and are not read."""
+    encoder: int = ANY_ENCODER
+    """As in `RequestHead.encoders`."""
+    is_own: bool = False
+    """Whether this instance encodes it itself."""
 
 
 class ImageGate:
@@ -303,6 +323,9 @@ class ImageGate:
         """When the source had something last."""
         self.num_encoded = 0
         """Images encoded since the start."""
+        self._meter = ImageMeter(self._clock)
+        self.load: ImageLoad = NO_IMAGE_LOAD
+        """What there is to encode here, as of the last change."""
         self.num_advances = 0
         """Images prepared and images encoded since the start: signs that prompts advance which wait for them."""
 
@@ -351,6 +374,7 @@ class ImageGate:
         for sequence in self.waiting.values():
             self._unplace_all(sequence)
         self.store.drop_all()
+        self._note_load()
         if self.pulls is not None:
             self.pulls.stop()
 
@@ -387,6 +411,7 @@ class ImageGate:
                     self._source.drop(image.key)
                 self.num_advances += 1
                 self._news_s = now_s
+                self._note_load()
             elif kind is PullNews.RELEASED:
                 self.store.unpin(image)
             elif (asked := self.asked.get(image.key)) is not None:
@@ -397,6 +422,7 @@ class ImageGate:
         """Forget an image, and return the prompts that end with this error. Others ask for it once more."""
         rooms = self.asked.pop(key).rooms
         self._source.drop(key)
+        self._note_load()
         return [(each, error) for each in self._wanting(key) if each.room in rooms]
 
     def _wanting(self, key: bytes) -> list[Request]:
@@ -458,25 +484,37 @@ class ImageGate:
                     if num_rows + part.num_rows > self.store.num_rows and not is_first:
                         return
                     num_rows += part.num_rows
-                    self._ask_for(part, sequence.head.router)
+                    self._ask_for(part, sequence.head)
                 is_first = False
 
-    def _ask_for(self, part: ImagePart, router: int) -> None:
+    def _ask_for(self, part: ImagePart, head: RequestHead) -> None:
+        router = head.router
         rooms = frozenset(each.room for each in self._wanting(part.key) if each.head.router == router)
         asked = self.asked[part.key] = AskedImage(part.num_rows, router, rooms, self._clock.monotonic())
+        if head.encoders:
+            asked.encoder = head.encoders[head.images.index(part)]
         self._fetch(part.key, asked)
 
     def _fetch(self, key: bytes, asked: AskedImage) -> None:
         """Have an E encode an image, or else have it prepared to be encoded here."""
         pulls = self.pulls
         if pulls is None or not self._pull(pulls, key, asked):
+            asked.is_own = True
             self._source.ask(key, asked.router)
+            self._note_load()
+
+    def _note_load(self) -> None:
+        """Measure the rate of encoding here, and renew `load`."""
+        own = [asked for asked in self.asked.values() if asked.is_own]
+        self._meter.note(bool(own))
+        rows = sum([asked.num_rows for asked in own if not asked.num_unread])
+        self.load = ImageLoad(rows, self._meter.row_s, keys=self.store.newest_keys)
 
     def _pull(self, pulls: ImagePulls, key: bytes, asked: AskedImage) -> bool:
         """Have an E encode an image. Return False if none is to."""
         if pulls.is_pulling(key):
             return True
-        encoder = pulls.choose(key, asked.num_rows, asked.tried)
+        encoder = pulls.choose(key, asked.num_rows, asked.tried, asked.encoder)
         if encoder is None or (pulls.num_lent + asked.num_rows) * LENT_SHARE > self.store.num_rows:
             return False
         image = self.store.lend(key, asked.num_rows)
@@ -497,6 +535,7 @@ class ImageGate:
     def _drop_encoded(self, encoded: Sequence[AskedImage]) -> None:
         for asked in encoded:
             asked.num_unread -= 1
+            self._meter.note_encoded(asked.num_rows)
         self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
@@ -506,6 +545,7 @@ class ImageGate:
             if key not in wanted and not asked.num_unread:
                 del self.asked[key]
                 self._source.drop(key)
+        self._note_load()
 
     def fail_encoding(self, encode: EncodeImage) -> list[Request]:
         """Forget an image whose encoding raised. Return the prompts that have it placed."""

@@ -161,6 +161,7 @@ class LoadMeter:
             images=images.num_encoded,
             image_rows=images.store.num_rows,
             image_rows_used=images.store.num_pinned,
+            image_load=images.load,
         )
 
     @property

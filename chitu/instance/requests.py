@@ -507,6 +507,8 @@ class RequestArrivals:
 
 def _wrong_images(head: RequestHead) -> str:
     """Return why a prompt cannot have its images; empty if it can."""
+    if head.encoders and len(head.encoders) != len(head.images):
+        return f"{len(head.encoders)} E are named for {len(head.images)} images"
     return wrong_images(head.images, len(head.token_ids) // 4 - head.num_emitted)
 
 

@@ -48,7 +48,21 @@ from chitu.protocol.cluster import (
     view_codec,
 )
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
-from chitu.protocol.images import IMAGE_KEY_BYTES, FetchImage, ImageFile, ImagePart, image_key, page_marks
+from chitu.protocol.images import (
+    ANY_ENCODER,
+    IMAGE_KEY_BYTES,
+    MAX_REPORTED_KEYS,
+    NO_ENCODER,
+    NO_IMAGE_LOAD,
+    REPORTED_KEY_BYTES,
+    FetchImage,
+    ImageFile,
+    ImageLoad,
+    ImagePart,
+    encoder_preference,
+    image_key,
+    page_marks,
+)
 from chitu.protocol.logprobs import (
     LEAST_NOISE,
     LOGPROB_CAPS,
@@ -123,6 +137,7 @@ from chitu.protocol.wire import (
 )
 
 __all__ = [
+    "ANY_ENCODER",
     "FP8_E4M3",
     "IMAGE_KEY_BYTES",
     "ITEM_BYTES",
@@ -138,9 +153,13 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_POOLED_IDS",
     "MAX_PRIORITY",
+    "MAX_REPORTED_KEYS",
     "MAX_SAMPLING_ENTRIES",
     "MAX_STOP_TOKEN_IDS",
+    "NO_ENCODER",
+    "NO_IMAGE_LOAD",
     "PROTOCOL_VERSION",
+    "REPORTED_KEY_BYTES",
     "SLO_SHARE",
     "UNLIKE_OVER_NOISE",
     "VIEW_TOPIC",
@@ -165,6 +184,7 @@ __all__ = [
     "GroupPlace",
     "Heartbeat",
     "ImageFile",
+    "ImageLoad",
     "ImagePart",
     "InstanceInfo",
     "Join",
@@ -220,6 +240,7 @@ __all__ = [
     "coordination_codec",
     "coordination_reply_codec",
     "encode",
+    "encoder_preference",
     "fp8_head_bytes",
     "image_key",
     "logprob_limit",

@@ -10,7 +10,7 @@ from typing import NamedTuple, Union
 
 import msgspec
 
-from chitu.protocol.images import FetchImage, ImageFile
+from chitu.protocol.images import NO_IMAGE_LOAD, FetchImage, ImageFile, ImageLoad
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import Codec, Wire
@@ -189,6 +189,7 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Rows for features of images; 0 if the model has no vision here."""
     image_rows_used: int = 0
     """Those of them that prompts wait for, or compute with."""
+    image_load: ImageLoad = NO_IMAGE_LOAD
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):

@@ -8,6 +8,12 @@ from hashlib import blake2b
 from chitu.protocol.wire import Wire
 
 IMAGE_KEY_BYTES = 16
+REPORTED_KEY_BYTES = 8
+"""The end of an image's key that load reports have: enough to tell one image from all others of a cluster."""
+MAX_REPORTED_KEYS = 256
+ANY_ENCODER, NO_ENCODER = -1, -2
+"""In the place of an E's engine rank in `RequestHead.encoders`: whoever computes the prompt chooses, or encodes the
+image itself."""
 
 
 class ImagePart(Wire, frozen=True, array_like=True):
@@ -45,10 +51,43 @@ def image_key(file: bytes, fingerprint: bytes) -> bytes:
     return blake2b(file, digest_size=IMAGE_KEY_BYTES, key=fingerprint).digest()
 
 
+def encoder_preference(key: bytes, engine_rank: int) -> bytes:
+    """Return by how much an image prefers an E, if nothing else tells them apart (rendezvous hashing): a lost E moves
+    its own images alone."""
+    return blake2b(key + engine_rank.to_bytes(8, "little"), digest_size=8).digest()
+
+
 def page_marks(images: Iterable[ImagePart]) -> list[tuple[int, bytes]]:
     """Return what images add to the keys of the pages with their rows: position of each span, and the image's key with
     the number of the span's first feature row."""
     return [(start, image.key + first.to_bytes(4, "little")) for image in images for start, _, first in image.spans]
+
+
+class ImageLoad(Wire, frozen=True):
+    """What an E, or an instance that encodes its images itself, has to do for images, and how fast it is. Rows are
+    feature rows."""
+
+    waiting_rows: int = 0
+    """Rows that were asked for and are not encoded yet. Of images that E encode for it an instance counts none."""
+    row_s: float = 0.0
+    """Seconds of a row while any was wanted, from the order of its image on: with the fetch of the file, and with what
+    else the instance does meanwhile. 0: it has encoded none."""
+    hits: int = 0
+    """E: images since start that were asked for and here already."""
+    keys: bytes = b""
+    """The ends, `REPORTED_KEY_BYTES` each, of the keys of images whose features are here: at most
+    `MAX_REPORTED_KEYS`, those used last."""
+
+    def has(self, key: bytes) -> bool:
+        """Return whether the features of an image are here."""
+        reported = key[-REPORTED_KEY_BYTES:]
+        at = self.keys.find(reported)
+        while at > 0 and at % REPORTED_KEY_BYTES:  # across two others
+            at = self.keys.find(reported, at + 1)
+        return at >= 0
+
+
+NO_IMAGE_LOAD = ImageLoad()
 
 
 class FetchImage(Wire, frozen=True, tag="fetch_image"):

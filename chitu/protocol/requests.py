@@ -144,6 +144,9 @@ class RequestHead(Wire, frozen=True):
     options: RequestOptions = RequestOptions()
     images: tuple[ImagePart, ...] = ()
     """Images of the prompt, in order of position."""
+    encoders: tuple[int, ...] = ()
+    """For each image the engine rank of the E that is to encode it, if its features are needed and not here;
+    `ANY_ENCODER` or `NO_ENCODER` in the place of a rank. Empty: `ANY_ENCODER` for all."""
 
 
 class LinkStamp(Wire, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from chitu.errors import BadFrame, UnknownKind
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 T = TypeVar("T")
 
 

@@ -56,6 +56,8 @@ class Way(NamedTuple):
     decode: InstanceInfo
     new_tokens: int = 0
     """Prompt tokens that are likely to be computed, because they are not cached there."""
+    encoders: tuple[int, ...] = ()
+    """Who encodes its images: `RequestHead.encoders`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +69,8 @@ class Candidates:
     unified: tuple[InstanceInfo, ...] = ()
     partial: tuple[str, ...] = ()
     """Names of those that wait for other members of their groups."""
+    encode: tuple[InstanceInfo, ...] = ()
+    """Those that encode images for the others, which get no requests themselves."""
 
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
@@ -85,6 +89,7 @@ class Candidates:
             tuple(i for i in usable if i.role is Role.DECODE),
             tuple(i for i in usable if i.role is Role.UNIFIED),
             tuple(i.name for i in able if i.name not in names) if len(usable) < len(able) else (),
+            tuple(i for i in usable if i.role is Role.ENCODE),
         )
 
     @property

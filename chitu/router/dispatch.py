@@ -102,8 +102,8 @@ class Dispatcher:
         Nothing is waited for. Return None, or the instance that is gone or whose queue is full."""
         group = attempt.group
         room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
-        request, prefill = attempt.generation.request, attempt.way.prefill
-        decode = attempt.way.decode
+        request, way = attempt.generation.request, attempt.way
+        prefill, decode = way.prefill, way.decode
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
@@ -116,6 +116,7 @@ class Dispatcher:
             weights=decode.weights.number,
             options=request.options,
             images=request.images,
+            encoders=way.encoders,
         )
         sampled = head, request.sampling, forks, _token_group(request), to_decode.sender.stamp, request.prediction
         if prefill is None or attempt.prefill is None:

@@ -156,6 +156,8 @@ class Members:
         self._candidates = Candidates()
         self.prefill = self.decode = self.unified = InstanceGroup()
         """The loads of the candidates. Read `candidates` first, which renews them."""
+        self.encode: tuple[InstanceLoad, ...] = ()
+        """The same of E."""
 
     def __getitem__(self, key: InstanceKey) -> ClusterMember:
         return self._members[key]
@@ -228,7 +230,9 @@ class Members:
             groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
             self.prefill, self.decode, self.unified = groups
             prefill, decode, unified = (tuple(load.info for load in group.loads) for group in groups)
-            self._candidates = Candidates(prefill, decode, unified, listed.partial)
+            self.encode = self._group(listed.encode).loads
+            encode = tuple(load.info for load in self.encode)
+            self._candidates = Candidates(prefill, decode, unified, listed.partial, encode)
         return self._candidates
 
     def _group(self, instances: Iterable[InstanceInfo]) -> InstanceGroup:

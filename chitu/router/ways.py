@@ -26,6 +26,7 @@ from chitu.errors import NoInstance
 from chitu.protocol import ImagePart
 from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost
+from chitu.router.image_ways import ImagePlan, SentImages, add_images, plan_images, with_images
 from chitu.router.loads import InstanceGroup, InstanceLoad
 from chitu.router.members import NO_INSTANCES, Members, longest_wait_s
 from chitu.router.policies import Policy, RoutingRequest, least_loaded, make_policy
@@ -54,7 +55,7 @@ class _Prompt(NamedTuple):
     """Worth of its beginning to P and unified instances that were sent it."""
     decoded: Mapping[InstanceKey, int]
     """How many of its tokens instances have that decoded its beginning."""
-    has_images: bool = False
+    images: Sequence[ImagePart] = ()
 
 
 class _Way(NamedTuple):
@@ -90,6 +91,7 @@ class Selector:
         self._prefixes = PrefixHistory() if prefill == "prefix_affinity" else None
         self._decoded = PrefixHistory()
         """Which instances decoded which prompts and answers. Kept only where D may compute prompts."""
+        self._sent_images = SentImages()
         self._turn = first_turn
         self._arranged, self._period = Candidates(), 1
         """Common period of the two groups of these candidates."""
@@ -125,19 +127,20 @@ class Selector:
         if candidates is not self._arranged:
             self._arrange(candidates)
         has_alone = self._has_alone and not images
-        has_whole = bool(candidates.unified) or has_alone
+        has_unified = bool(candidates.unified)
+        has_whole = has_unified or has_alone
         has_pair = candidates.has_pair and not (members.num_cut_off and has_whole and not members.has_sound_pair)
         if not has_pair and not has_whole:
             raise NoInstance(members.why_unusable())
         prompt, entropy = self._prompt(token_ids, salt, images), self._random_bits(ENTROPY_BITS)
         request = RoutingRequest(self._turn, prompt.num_tokens, entropy, prompt.matches)
         self._turn += 1
-        is_open = self._has_slo or slo is not NO_SLO or (has_pair and bool(candidates.unified))
+        is_open = self._has_slo or slo is not NO_SLO or (has_pair and has_unified)
         ways: list[_Way] = []
         if has_pair or has_alone:
             prefill = members.prefill.without(avoid, blocked) if has_pair else None
             ways = self._ways_of_d(request, prompt, prefill, members.decode.without(avoid, blocked), is_open)
-        if candidates.unified:
+        if has_unified:
             unified = members.unified.without(avoid, blocked)
             loads = [self._proposed(self._prefill_policy, request, unified, is_open)]
             for each in self._least_of_groups(request, unified) if is_open else ():
@@ -147,7 +150,9 @@ class Selector:
                 ways.append(_Way(None, each, max(1, new_tokens)))
         way, wait_s = ways[0], 0.0
         if is_open or len(ways) > 1:
-            way, wait_s = self._cheapest(ways, Asked.of(prompt.num_tokens, max_tokens, slo, self._slo), avoid | blocked)
+            way, wait_s = self._cheapest(
+                ways, Asked.of(prompt.num_tokens, max_tokens, slo, self._slo), avoid | blocked, images
+            )
         if admit is not None:
             admit(wait_s)
         computes = (way.prefill or way.decode).key
@@ -155,6 +160,8 @@ class Selector:
             self._prefixes.add(prompt.names, computes, members)
         if self._has_alone:
             self._decoded.add(prompt.names, way.decode.key, members)
+        if images:
+            return self._with_encoders(way, prompt)
         return Way(None if way.prefill is None else way.prefill.info, way.decode.info, way.new_tokens)
 
     @property
@@ -195,7 +202,7 @@ class Selector:
             names = prefix_names(token_ids, salt, images)
         matches = {} if self._prefixes is None else self._prefixes.match(names)
         decoded = self._decoded.lengths(names) if self._has_alone else {}
-        return _Prompt(len(token_ids) // 4, salt is not None, names, matches, decoded, bool(images))
+        return _Prompt(len(token_ids) // 4, salt is not None, names, matches, decoded, images)
 
     def _new_tokens(self, load: InstanceLoad, prompt: _Prompt) -> int:
         """Return how many tokens of a prompt a P or a unified instance is likely to compute."""
@@ -245,7 +252,7 @@ class Selector:
         pairs, alone = [], []
         for load in decodes:
             num_cached = min(prompt.decoded.get(load.key, 0), prompt.num_tokens)
-            if load.computes and not prompt.has_images:
+            if load.computes and not prompt.images:
                 alone.append(_Way(None, load, max(1, prompt.num_tokens - num_cached)))
             for p in prefills:
                 if is_out is None or not is_out(p.key, load.key):
@@ -280,20 +287,44 @@ class Selector:
                     return group.without(out), last, is_out
         raise NoInstance(members.why_unusable())
 
-    def _cheapest(self, ways: Sequence[_Way], asked: Asked, unwanted: Set[InstanceKey]) -> tuple[_Way, float]:
+    def _cheapest(
+        self, ways: Sequence[_Way], asked: Asked, unwanted: Set[InstanceKey], images: Sequence[ImagePart]
+    ) -> tuple[_Way, float]:
         """Return the way of the least cost, without an unwanted instance if there is one, and the wait there."""
         now_s = self._clock.monotonic()
 
-        def cost(way: _Way) -> tuple[bool, Cost]:
+        def cost(way: _Way, asked: Asked) -> tuple[bool, Cost]:
             prefill, decode, new_tokens, moved_tokens = way
             if prefill is None:
                 return decode.key in unwanted, cost_alone(asked, decode, new_tokens, now_s)
             is_unwanted = decode.key in unwanted or prefill.key in unwanted
             return is_unwanted, pair_cost(asked, prefill, decode, new_tokens, moved_tokens, now_s)
 
-        costs = [cost(way) for way in ways]
+        if images:
+            costs = []
+            for way in ways:
+                plan = self._plan_images(way, asked.num_tokens, images, now_s)
+                is_unwanted, found = cost(way, with_images(asked, plan))
+                num_streams = way.decode.step_rows if way.prefill is None else 0
+                costs.append((is_unwanted, add_images(found, plan, num_streams)))
+        else:
+            costs = [cost(way, asked) for way in ways]
         least = min(costs)
         return ways[costs.index(least)], least[1].wait_s
+
+    def _plan_images(self, way: _Way, num_tokens: int, images: Sequence[ImagePart], now_s: float) -> ImagePlan:
+        """Return who encodes the images of a prompt on a way."""
+        computes = way.prefill or way.decode
+        queues = self._sent_images.queues(self._members.encode, computes, now_s)
+        return plan_images(images, num_tokens - way.new_tokens, computes, queues, now_s)
+
+    def _with_encoders(self, way: _Way, prompt: _Prompt) -> Way:
+        """Return a way that was chosen, with the E of its images, which are taken to be sent there."""
+        now_s, encode = self._clock.monotonic(), self._members.encode
+        plan = self._plan_images(way, prompt.num_tokens, prompt.images, now_s)
+        self._sent_images.note(prompt.images, plan, encode, way.prefill or way.decode, now_s)
+        prefill = None if way.prefill is None else way.prefill.info
+        return Way(prefill, way.decode.info, way.new_tokens, plan.encoders)
 
 
 def _add(loads: list[InstanceLoad], load: InstanceLoad) -> None:

@@ -83,7 +83,7 @@ class ToyEncoder:
         self.sender = self.manager.side
         self.tower, self.source, self.store = ToyTower(self.pool), PumpedSource(), FeatureStore(num_rows)
         self.scheduler = EncodeScheduler(
-            self.sender, self.source, self.tower, self.store, memory.aux, most_rows, Waker()
+            *(self.sender, self.source, self.tower, self.store, memory.aux, most_rows, Waker(), world.clock)
         )
         self.sender.on_order = self.scheduler.put_order
         self.is_deaf = self.is_slow = self.is_dead = False

@@ -74,7 +74,10 @@ PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 IMAGE = ImagePart(ROOM, ((1, 4, 0),), (1, 2, 2))
 LAYOUT = KVLayout.uniform("m", 1, 1, 2, 1, "float32", 8)
-NO_LOAD = {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "rates": {}, "drafts": {}}
+NO_LOAD = {
+    **dict.fromkeys(LoadReport.__struct_fields__, 0),
+    **{"suspended": [], "paths": [], "rates": {}, "drafts": {}, "image_load": {}},
+}
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         TraceLines(Role.DECODE, 1, 7, b"{}\n", 2),
@@ -305,9 +308,9 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         },
     ),
     (
-        PrefillRequest(RequestHead(ROOM, "c", pack_i32([1, 7, 7, 7, 7]), images=(IMAGE,)), 1, 7),
+        PrefillRequest(RequestHead(ROOM, "c", pack_i32([1, 7, 7, 7, 7]), images=(IMAGE,), encoders=(2,)), 1, 7),
         scheduler_codec,
-        "84a474797065af70726566696c6c5f72657175657374a46865616484a4726f6f6dc410000102030405060708090a0b0c0d0e0faa726571756573745f6964a163a9746f6b656e5f696473c4140100000007000000070000000700000007000000a6696d616765739193c410000102030405060708090a0b0c0d0e0f919301040093010202ab6465636f64655f72616e6b01b26465636f64655f696e6361726e6174696f6e07",
+        "84a474797065af70726566696c6c5f72657175657374a46865616485a4726f6f6dc410000102030405060708090a0b0c0d0e0faa726571756573745f6964a163a9746f6b656e5f696473c4140100000007000000070000000700000007000000a6696d616765739193c410000102030405060708090a0b0c0d0e0f919301040093010202a8656e636f646572739102ab6465636f64655f72616e6b01b26465636f64655f696e6361726e6174696f6e07",
         {
             "type": "prefill_request",
             "head": {
@@ -315,6 +318,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                 "request_id": "c",
                 "token_ids": pack_i32([1, 7, 7, 7, 7]),
                 "images": [[ROOM, [[1, 4, 0]], [1, 2, 2]]],
+                "encoders": [2],
             },
             "decode_rank": 1,
             "decode_incarnation": 7,
