@@ -70,12 +70,18 @@ class EncoderQueue:
 
 
 def plan_images(
-    images: Sequence[ImagePart], num_cached: int, computes: InstanceLoad, encoders: Sequence[EncoderQueue], now_s: float
+    images: Sequence[ImagePart],
+    num_cached: int,
+    computes: InstanceLoad,
+    encoders: Sequence[EncoderQueue],
+    usual_row_s: float,
+    now_s: float,
 ) -> ImagePlan:
     """Return who encodes images of a prompt of which `computes` has `num_cached` tokens in pages. `encoders`: those
-    that it can ask; their queues have the images of the plan afterwards."""
+    that it can ask; their queues have the images of the plan afterwards. `usual_row_s`: its own rate, if it has not
+    measured one."""
     own = computes.newest.image_load
-    own_row_s, own_rows = own.row_s or _typical(encoders), own.waiting_rows
+    own_row_s, own_rows = own.row_s or usual_row_s, own.waiting_rows
     missing = [image for image in images if image.end > num_cached and not own.has(image.key)]
     if not missing:
         return NO_PLAN
@@ -110,8 +116,9 @@ def _first_done(
     return max(equal, key=lambda each: encoder_preference(image.key, each.rank)), least_s
 
 
-def _typical(encoders: Sequence[EncoderQueue]) -> float:
-    known = [each.row_s for each in encoders if each.load.newest.image_load.row_s]
+def usual_row_s(loads: Sequence[InstanceLoad]) -> float:
+    """Return the seconds of a feature row on an instance that has measured none: the mean of those that have."""
+    known = [row_s for load in loads if (row_s := load.newest.image_load.row_s)]
     return sum(known) / len(known) if known else PRIOR_ROW_S
 
 
@@ -135,17 +142,14 @@ class SentImages:
         """Return the E that an instance can ask."""
         if not computes.info.image_port:
             return []
-        known = [each.newest.image_load.row_s for each in (*encode, computes)]
-        measured = [row_s for row_s in known if row_s]
-        typical_s = sum(measured) / len(measured) if measured else PRIOR_ROW_S
-        queues = []
+        usual_s, queues = usual_row_s((*encode, computes)), []
         for load in encode:
             report, sent = load.newest.image_load, self._of(load, now_s)
             rank = computes.info.engine_rank
             byte_s = load.link_s_per_byte(rank) or usual_s_per_byte(load.info, computes.info)
             rows = max(report.waiting_rows, sum([rows for rows, _ in sent.values()]))
             moved_row_s = byte_s * load.kv_token_bytes
-            queues.append(EncoderQueue(load.info.engine_rank, rows, report.row_s or typical_s, moved_row_s, load, sent))
+            queues.append(EncoderQueue(load.info.engine_rank, rows, report.row_s or usual_s, moved_row_s, load, sent))
         return queues
 
     def _of(self, load: InstanceLoad, now_s: float) -> dict[bytes, tuple[int, float]]:

@@ -26,7 +26,7 @@ from chitu.errors import NoInstance
 from chitu.protocol import ImagePart
 from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost
-from chitu.router.image_ways import ImagePlan, SentImages, add_images, plan_images, with_images
+from chitu.router.image_ways import ImagePlan, SentImages, add_images, plan_images, usual_row_s, with_images
 from chitu.router.loads import InstanceGroup, InstanceLoad
 from chitu.router.members import NO_INSTANCES, Members, longest_wait_s
 from chitu.router.policies import Policy, RoutingRequest, least_loaded, make_policy
@@ -315,8 +315,9 @@ class Selector:
     def _plan_images(self, way: _Way, num_tokens: int, images: Sequence[ImagePart], now_s: float) -> ImagePlan:
         """Return who encodes the images of a prompt on a way."""
         computes = way.prefill or way.decode
-        queues = self._sent_images.queues(self._members.encode, computes, now_s)
-        return plan_images(images, num_tokens - way.new_tokens, computes, queues, now_s)
+        encode = self._members.encode
+        queues = self._sent_images.queues(encode, computes, now_s)
+        return plan_images(images, num_tokens - way.new_tokens, computes, queues, usual_row_s(encode), now_s)
 
     def _with_encoders(self, way: _Way, prompt: _Prompt) -> Way:
         """Return a way that was chosen, with the E of its images, which are taken to be sent there."""
