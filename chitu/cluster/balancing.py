@@ -55,6 +55,8 @@ class Balancing:
         """Role of the advice that was logged last, while it holds."""
         self._named = ""
         """Slow instance that was logged last, while it is slow."""
+        self._recommends = False
+        """Whether something about E is recommended, which was logged when it began."""
         self._changes: defaultdict[str, int] = defaultdict(int)
         self._told: dict[Role, int] = {}
         """Wishes that the command has got."""
@@ -73,7 +75,7 @@ class Balancing:
 
     def _advice(self) -> str:
         advice, obstacle, slow = self._balancer.advice, self._balancer.obstacle, self._balancer.slow
-        said = [] if slow is None else [str(slow)]
+        said = [str(each) for each in (slow, self._balancer.encoders) if each]
         if advice is not None:
             said.append(f"{advice}; not now: {obstacle}" if obstacle else str(advice))
         return f"Balancer ({'act' if self._acts else 'advise'}): {'. '.join(said)}" if said else ""
@@ -84,6 +86,9 @@ class Balancing:
             return
         self._next_s = now_s + self._interval_s
         change = self._balancer.tick(now_s, self._fleet())
+        if self._balancer.encoders and not self._recommends:
+            logger.warning("%s", self._balancer.encoders)
+        self._recommends = bool(self._balancer.encoders)
         advice = self._balancer.advice
         if advice is not None and advice.role is not self._advised and change is None:
             logger.warning("%s", self._advice())
@@ -116,9 +121,7 @@ class Balancing:
         observed = [
             observe(info, load, ages_s[info.name], self._prompt_tokens)
             for info in view.instances
-            if info.role is not Role.ENCODE  # it knows P and D alone
-            and (load := loads.get((info.role, info.engine_rank))) is not None
-            and info.name in ages_s
+            if (load := loads.get((info.role, info.engine_rank))) is not None and info.name in ages_s
         ]
         return Fleet(observed, flow.offered, flow.begun, flow.waits_s, busy)
 

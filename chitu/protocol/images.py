@@ -78,6 +78,11 @@ class ImageLoad(Wire, frozen=True):
     """The ends, `REPORTED_KEY_BYTES` each, of the keys of images whose features are here: at most
     `MAX_REPORTED_KEYS`, those used last."""
 
+    @property
+    def num_keys(self) -> int:
+        """Images in `keys`."""
+        return len(self.keys) // REPORTED_KEY_BYTES
+
     def has(self, key: bytes) -> bool:
         """Return whether the features of an image are here."""
         reported = key[-REPORTED_KEY_BYTES:]

@@ -13,6 +13,10 @@ summed up over time (as in a CUSUM test: E. S. Page, "Continuous Inspection Sche
 time in which it gains less than `MARGIN` counts against it. So a large change of the load is answered in seconds, and
 noise is not. Unified instances are watched, but keep their role: the router already sends them the half that is short.
 
+E are watched like unified instances. Nothing becomes an E, nor does an E become something else: it has no pages for KV,
+and the others have pages in their memory. So the balancer only recommends (`encoders`): one more E, if need be in the
+place of a P that the others can do without, or one P more in the place of an E.
+
 It also names an instance that is much slower than others of its role at the same work (`slow_ones`). Routing sends it
 less by its rates; why it is slow only its operator can find out.
 """
@@ -76,7 +80,7 @@ class Observed(NamedTuple):
     is_leaving: bool
     """Whether it drains, or changes its role."""
     prompt_tokens: int
-    """Prompt tokens that it has computed."""
+    """Prompt tokens that it has computed; of an E, here and below, feature rows."""
     prompt_token_s: float
     """Seconds that it computes for one; 0: unknown."""
     output_tokens: int
@@ -222,6 +226,8 @@ class Balancer:
         """The change that is due, also while it cannot be made."""
         self.obstacle = ""
         """Why the change that is due is not made yet."""
+        self.encoders = ""
+        """What is recommended about E; empty if there is nothing, or no E."""
         self.slow: Slow | None = None
         """The slowest instance, of those that the last two looks, `WINDOW_S` apart, found slow."""
         self._work = {role: _Rate(WINDOW_S) for role in Role}
@@ -247,6 +253,7 @@ class Balancer:
         self._look(now_s, fleet)
         counts = {role: sum(i.role is role for i in fleet.instances) for role in Role}
         self._weigh(now_s, counts)
+        self.encoders = self._about_encoders(counts) if counts[Role.ENCODE] else ""
         role, gain = self._gain(fleet, counts)
         for side in SIDES:
             step = gain * gain if side is role and gain > MARGIN else -MARGIN
@@ -294,7 +301,7 @@ class Balancer:
                 full_s = 0.0 if one.is_held else one.backlog_s - before.backlog_s
                 computed_s = prompt * one.prompt_token_s + output * output_token_s
                 work_s += max(computed_s, full_s, one.pages_share * passed_s)
-                prompts_s += prompt * one.prompt_token_s
+                prompts_s += 0.0 if role is Role.ENCODE else prompt * one.prompt_token_s
             rate.add(work_s, passed_s)
         self._prompt_work.add(prompts_s, passed_s)
         self._prompts.add(fleet.begun - last[2], passed_s)
@@ -324,7 +331,7 @@ class Balancer:
         other: with utilisation u about u / (1 - u) times the work of one, by the number of instances that share the
         queue (Pollaczek and Khinchine). So the longer a prompt takes beside the TTFT, the less P should have to do."""
         prompts = self._prompts.value
-        if role is Role.DECODE or not prompts:
+        if role in (Role.DECODE, Role.ENCODE) or not prompts:
             return FULL[role]
         prompt_s = self._prompt_work.value / prompts
         if prompt_s <= 0:
@@ -334,6 +341,19 @@ class Balancer:
 
     def _pressure(self, role: Role, count: int) -> float:
         return self.demand[role] / count / self.aim(role, count)
+
+    def _about_encoders(self, counts: dict[Role, int]) -> str:
+        """Return what is recommended about E."""
+        p, e = Role.PREFILL, Role.ENCODE
+        of_e, of_p = self.pressure[e], self.pressure.get(p, 0.0)
+        says = f"{counts[e]} E {'is' if counts[e] == 1 else 'are'} at {of_e:.0%} of the aim"
+        if of_e > 1.0 and self.wanted[e] > counts[e]:
+            can_spare = counts[p] > 1 and self._pressure(p, counts[p] - 1) < NEED
+            spare = ", in the place of a P, which the others can do without" if can_spare else ""
+            return f"{says}: {self.wanted[e]} are wanted; `chitu join encode` adds one{spare}"
+        if of_p > 1.0 and counts[e] > 1 and self.wanted[e] < counts[e]:
+            return f"{says}, P at {of_p:.0%}: `chitu drain` one E, and `chitu join prefill` in its place"
+        return ""
 
     def _gain(self, fleet: Fleet, counts: dict[Role, int]) -> tuple[Role | None, float]:
         """Return the side that is short, and by which share the larger pressure would fall if it got an instance of the
@@ -369,6 +389,8 @@ class Balancer:
         if fleet.busy:
             return fleet.busy
         for one in fleet.instances:
+            if one.role is Role.ENCODE:
+                continue
             if one.is_leaving:
                 return f"{one.name} leaves, or changes its role"
             if one.age_s < SETTLE_S:
@@ -378,6 +400,8 @@ class Balancer:
 
 def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: float) -> Observed:
     """Return what the balancer needs of an instance. `prompt_tokens`: mean length of a prompt."""
+    if info.role is Role.ENCODE:
+        return _observe_encoder(info, load, age_s)
     is_prefill, rows = info.role is Role.PREFILL, load.running - load.computing
     # Cached pages are missed as far as requests find theirs among them.
     seen = load.bytes_moved + load.bytes_saved
@@ -403,12 +427,34 @@ def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: f
     )
 
 
+def _observe_encoder(info: InstanceInfo, load: LoadReport, age_s: float) -> Observed:
+    return Observed(
+        name=info.name,
+        role=info.role,
+        incarnation=info.incarnation,
+        age_s=age_s,
+        is_leaving=info.draining,
+        prompt_tokens=load.tokens,
+        prompt_token_s=load.image_load.row_s,
+        output_tokens=0,
+        rows=0,
+        step_s=0.0,
+        num_slots=0,
+        pages_share=0.0,
+        backlog_s=load.backlog_s,
+        is_held=False,
+        roles=(),
+        cost_pages=0.0,
+        context_tokens=0,
+    )
+
+
 def slow_ones(instances: Sequence[Observed]) -> list[Slow]:
     """Return the instances that are `SLOW` beside others at the same work. Prompt tokens are those of prompts of one
     length. A step is compared with steps of at least as many requests and tokens of KV, so no rate has to hold where it
-    was not measured."""
+    was not measured. E are not compared: images differ in what a row takes."""
     found: list[Slow] = []
-    for role in Role:
+    for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED):
         peers = [one for one in instances if one.role is role]
         prompts_s = [one.prompt_token_s for one in peers if one.prompt_token_s > 0 and role is not Role.DECODE]
         steps = [one for one in peers if one.step_s > 0]

@@ -133,7 +133,7 @@ def add_images(cost: Cost, plan: ImagePlan, num_streams: float) -> Cost:
 
 
 @dataclass(slots=True)
-class SentImages:
+class EncodersSent:
     """What was sent to E and is in no report of theirs yet. Owned by `Selector`, on the loop thread."""
 
     _sent: dict[InstanceKey, dict[bytes, tuple[int, float]]] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from chitu.errors import NoInstance
 from chitu.protocol import ImagePart
 from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost
-from chitu.router.image_ways import ImagePlan, SentImages, add_images, plan_images, usual_row_s, with_images
+from chitu.router.image_ways import EncodersSent, ImagePlan, add_images, plan_images, usual_row_s, with_images
 from chitu.router.loads import InstanceGroup, InstanceLoad
 from chitu.router.members import NO_INSTANCES, Members, longest_wait_s
 from chitu.router.policies import Policy, RoutingRequest, least_loaded, make_policy
@@ -91,7 +91,7 @@ class Selector:
         self._prefixes = PrefixHistory() if prefill == "prefix_affinity" else None
         self._decoded = PrefixHistory()
         """Which instances decoded which prompts and answers. Kept only where D may compute prompts."""
-        self._sent_images = SentImages()
+        self._encoders_sent = EncodersSent()
         self._turn = first_turn
         self._arranged, self._period = Candidates(), 1
         """Common period of the two groups of these candidates."""
@@ -316,14 +316,14 @@ class Selector:
         """Return who encodes the images of a prompt on a way."""
         computes = way.prefill or way.decode
         encode = self._members.encode
-        queues = self._sent_images.queues(encode, computes, now_s)
+        queues = self._encoders_sent.queues(encode, computes, now_s)
         return plan_images(images, num_tokens - way.new_tokens, computes, queues, usual_row_s(encode), now_s)
 
     def _with_encoders(self, way: _Way, prompt: _Prompt) -> Way:
         """Return a way that was chosen, with the E of its images, which are taken to be sent there."""
         now_s, encode = self._clock.monotonic(), self._members.encode
         plan = self._plan_images(way, prompt.num_tokens, prompt.images, now_s)
-        self._sent_images.note(prompt.images, plan, encode, way.prefill or way.decode, now_s)
+        self._encoders_sent.note(prompt.images, plan, encode, way.prefill or way.decode, now_s)
         prefill = None if way.prefill is None else way.prefill.info
         return Way(prefill, way.decode.info, way.new_tokens, plan.encoders)
 

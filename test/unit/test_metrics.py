@@ -17,7 +17,7 @@ from test_router_requests import World, pair
 from chitu.errors import TooManyRequests
 from chitu.http.fleet.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
 from chitu.kv_transfer.page_writer import PathMeter
-from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, StepRates, pack_i32
+from chitu.protocol import Finish, ImageLoad, LoadReport, PathLoad, RequestFailed, SamplingParams, StepRates, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.generation import GenerateRequest
@@ -87,7 +87,11 @@ def full_report() -> MetricsReport:
     balance = BalanceMetrics(wanted={"prefill": 2}, pressure={"prefill": 1.2}, role_changes={"prefill": 1})
     coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1}, balance=balance)
     load = LoadReport(pages_total=1, pages_free=1, paths=(PathLoad(0, "shm", 1, 8, 0.5),), drafts={"text": (5, 3)})
-    instances = (instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load))
+    seeing = LoadReport(image_rows=64, image_load=ImageLoad(30, 0.5, 2, bytes(24)))
+    instances = (
+        *(instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load)),
+        instance("E0", Role.ENCODE, seeing),
+    )
     return MetricsReport("1.2.3", metrics, coordination, instances)
 
 

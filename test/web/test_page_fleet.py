@@ -356,3 +356,18 @@ def test_e_have_their_places_beside_p(open_fleet: Any, size: int) -> None:
     assert {"E0", "E1"} <= found.keys()
     assert max(found[name]["x"] for name in ("E0", "E1", "P0")) < min(found[name]["x"] for name in ("D0", "D1"))
     expect(page.page.locator("#topology")).to_contain_text("Prefill, encode")
+
+
+def test_the_card_of_an_e_says_what_waits_how_fast_it_is_and_how_many_images_it_knew(open_fleet: Any) -> None:
+    fleet = FakeFleet(1, 1)
+    fleet.join("E0")
+    seen = {"image_rows": 16384, "image_rows_used": 4096, "images": 30}
+    seen["image_load"] = {"waiting_rows": 2040, "row_s": 0.0004, "hits": 10}
+    fleet.instances["E0"]["load"] |= seen
+    card = open_fleet(fleet).page.locator("#topology [data-instance=E0]")
+    for words in ("2040 rows wait · 25 % of images known", "rows/s", "4096 / 16.4k"):
+        expect(card).to_contain_text(words)
+    described = card.get_attribute("aria-label")
+    assert described is not None
+    for words in ("2500 image rows a second, 2040 wait", "10 images known", "30 images"):
+        assert words in described, described

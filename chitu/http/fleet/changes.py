@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from chitu.protocol import NO_IMAGE_LOAD
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import InstanceSnapshot
 
@@ -21,7 +22,7 @@ LOAD_FIELDS = (
     *("pages_total", "pages_used", "pages_quarantined", "pages_cached", "image_rows", "image_rows_used", "images"),
 )
 """What an event says of a load: what the page shows, where it is not zero; where tokens are drafted, `tokens_a_row`,
-too."""
+too, and where images are encoded, `image_load` without its keys."""
 FIXED_FIELDS = tuple(field for field in InstanceSnapshot.__struct_fields__ if field not in ("load", "layout"))
 
 
@@ -64,6 +65,9 @@ class ChangeLog:
         load = None if report is None else {name: value for name in LOAD_FIELDS if (value := getattr(report, name))}
         if report is not None and load is not None and report.drafts:
             load["tokens_a_row"] = round(report.rates.tokens_a_row, 1)
+        if report is not None and load is not None and report.image_load != NO_IMAGE_LOAD:
+            waiting, row_s, hits = report.image_load.waiting_rows, report.image_load.row_s, report.image_load.hits
+            load["image_load"] = {"waiting_rows": waiting, "row_s": float(f"{row_s:.3g}"), "hits": hits}
         if load == entry.load and fixed == entry.fixed:
             return
         if fixed != entry.fixed:

@@ -10,7 +10,7 @@ instances, states and codes of closed lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, get_args
 
@@ -304,6 +304,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     yield from counter("chitu_instance_tier_tokens", text, tiers, (*PER_INSTANCE, "tier"))
     waiting = ((labels, load.waiting_tokens) for labels, load in loads)
     yield from gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
+    yield from _image_loads(loads)
     suspended = ((labels, len(load.suspended)) for labels, load in loads)
     text = "D to which P writes nothing until a failed write is fenced"
     yield from gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
@@ -359,6 +360,21 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ),
     ):
         yield from counter(name, text, ((labels, getattr(load, field)) for labels, load in loads), PER_INSTANCE)
+
+
+def _image_loads(loads: Sequence[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    """Yield what instances have to do for images, of those that have rows for features."""
+    seen = [(labels, load.image_load) for labels, load in loads if load.image_rows]
+    for name, text, values in (
+        ("waiting_image_rows", "Feature rows to encode here", [each.waiting_rows for _, each in seen]),
+        ("image_row_seconds", "Time of a feature row, from its order on; 0: unknown", [each.row_s for _, each in seen]),
+        ("held_images", "Images whose features are here: at most 256", [each.num_keys for _, each in seen]),
+    ):
+        samples = zip((labels for labels, _ in seen), values, strict=True)
+        yield from gauge(f"chitu_instance_{name}", text, samples, PER_INSTANCE)
+    hits = ((labels, each.hits) for labels, each in seen if labels[0] == Role.ENCODE)
+    text = "Images that an E was asked for and had already"
+    yield from counter("chitu_instance_image_hits", text, hits, PER_INSTANCE)
 
 
 def _balance(balance: BalanceMetrics) -> Iterator[Metric]:

@@ -87,6 +87,7 @@ export class Card {
   update(instance, rate, isActive) {
     const { load } = instance;
     const state = stateOf(instance);
+    const isEncode = instance.role === "encode";
     setData(this.element, { status: state, active: isActive });
     setAttributes(this.glyph, { d: GLYPHS[state] });
     // A narrow card has no room for both; a rate only matters while the instance is up.
@@ -95,20 +96,20 @@ export class Card {
     setText(this.status, this.isNarrow ? "" : `${word}${load?.tokens_a_row ? ` ×${load.tokens_a_row}` : ""}`);
     const hasRoom = this.name.length + word.length <= NARROW_LETTERS;
     setText(this.rateNumber, wordInRate ? (hasRoom ? word : "") : shortCount(rate, this.isNarrow ? 3 : 4));
-    setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
+    const unit = isEncode ? [" r/s", " rows/s"] : [" t/s", " tok/s"];
+    setText(this.rateUnit, wordInRate ? "" : unit[this.isNarrow ? 0 : 1]);
     this.rate.classList.toggle("word", wordInRate);
     this.rate.classList.toggle("past", isIdle(instance));
-    this.#showQueue(load);
-    this.#showPages(load);
+    this.#showQueue(load, isEncode);
+    this.#showPages(load, isEncode);
     setAttributes(this.element, { "aria-label": describe(instance, rate) });
   }
 
-  #showQueue(load) {
+  #showQueue(load, isEncode) {
     const [waiting, moving, running] = [load?.waiting, load?.transferring, load?.running].map((n) => n ?? 0);
     const isShort = this.isNarrow || Boolean(this.#form.split);
-    const words = isShort
-      ? `wait ${waiting} · run ${running}`
-      : `waiting ${waiting} · moving ${moving} · running ${running}`;
+    const moves = isShort ? `wait ${waiting} · run ${running}` : `waiting ${waiting} · moving ${moving} · running ${running}`;
+    const words = isEncode ? encodeWords(load, isShort) : moves;
     setText(this.queueText, load === null ? `queue ${UNKNOWN}` : words);
     const { left, right } = this.#queue;
     const total = waiting + moving + running;
@@ -129,12 +130,14 @@ export class Card {
     });
   }
 
-  #showPages(load) {
-    const total = load?.pages_total ?? 0;
-    const used = usedPages(load);
+  /** Pages of KV; of an E rows of features, those that images on the way need. */
+  #showPages(load, isEncode) {
+    const total = (isEncode ? load?.image_rows : load?.pages_total) ?? 0;
+    const used = isEncode && load !== null ? (load.image_rows_used ?? 0) : usedPages(load);
+    const what = isEncode ? "rows" : "pages";
     const { left, right } = this.#pages;
-    setText(this.pagesText, "pages");
-    const [before, slash] = this.isNarrow || this.#form.split ? ["pages ", "/"] : ["", " / "];
+    setText(this.pagesText, what);
+    const [before, slash] = this.isNarrow || this.#form.split ? [`${what} `, "/"] : ["", " / "];
     const number = used === null ? UNKNOWN : `${shortCount(used)}${slash}${shortCount(total)}`;
     setText(this.pagesNumber, before + number);
     const width = used === null || total === 0 ? 0 : ((right - left) * used) / total;
@@ -150,6 +153,21 @@ function tick(x, y, width) {
 /** Pages of requests. The stream leaves zeros out. */
 function usedPages(load) {
   return load === null ? null : (load.pages_used ?? 0);
+}
+
+/** Rows that wait to be encoded, and the share of the images that were asked for and known already. */
+function encodeWords(load, isShort) {
+  const waiting = shortCount(load?.image_load?.waiting_rows ?? 0);
+  const known = hitShare(load);
+  const hits = known === null ? UNKNOWN : `${Math.round(100 * known)} %`;
+  return isShort ? `wait ${waiting} · hit ${hits}` : `${waiting} rows wait · ${hits} of images known`;
+}
+
+/** null before any image was asked for. */
+function hitShare(load) {
+  const hits = load?.image_load?.hits ?? 0;
+  const asked = hits + (load?.images ?? 0);
+  return asked === 0 ? null : hits / asked;
 }
 
 /** Everything known of an instance, as one line. */
@@ -170,6 +188,9 @@ export function describe(instance, rate) {
     parts.push(`image rows ${count(load.image_rows_used ?? 0)} of ${count(load.image_rows)}`);
   }
   if (load.suspended?.length) parts.push(`no writes to ${load.suspended.map((rank) => `D${rank}`).join(", ")}`);
+  const image = load.image_load;
+  if (image?.row_s) parts.push(`${shortCount(1 / image.row_s)} image rows a second, ${count(image.waiting_rows)} wait`);
+  if (role === "encode" && hitShare(load) !== null) parts.push(`${count(image?.hits ?? 0)} images known`);
   if (role === "encode") parts.push(`${count(load.images ?? 0)} images`, `${bytes(load.bytes_moved ?? 0)} sent`);
   else if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
   return parts.join(" · ");
