@@ -1,3 +1,3 @@
 """chitu: prefill/decode disaggregated LLM serving."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

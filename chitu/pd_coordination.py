@@ -43,6 +43,7 @@ from chitu.errors import (
 from chitu.net.sockets import check_address
 from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     ClusterView,
     CoordinationReply,
@@ -110,10 +111,10 @@ class MembershipListener(Protocol):
 def places_in(join: Join) -> list[tuple[Role, int] | None]:
     """Return the places `home` and `becomes` of a join, role and rank each. Raises ConfigError for another protocol
     version, BadFrame for numbers that are out of range."""
-    if join.protocol_version != PROTOCOL_VERSION:
+    if not OLDEST_VERSION <= join.protocol_version <= PROTOCOL_VERSION:
         raise ConfigError(
-            f"protocol version {join.protocol_version}; this router speaks {PROTOCOL_VERSION}: "
-            "run the same release everywhere"
+            f"protocol version {join.protocol_version}; this router speaks {OLDEST_VERSION} to {PROTOCOL_VERSION}: "
+            "run the same release everywhere, or two that follow each other"
         )
     info = join.instance
     check_address(info.host, info.port)

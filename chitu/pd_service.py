@@ -52,7 +52,6 @@ from chitu.protocol import (
     LinkAck,
     RequestFailed,
     SchedulerMessage,
-    encode,
 )
 from chitu.protocol.weights import WeightsOrder
 from chitu.types import Role, instance_name, place_of
@@ -484,8 +483,7 @@ class PDSchedulerService:
                 weights=life.scheduler.weights.report,
                 routers=comm.contacts.joined_routers,
             )
-            frame = encode(message)
-            for socket in sockets:
+            for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):
                 socket.send(frame, self._deadlines.lease_s)
         for socket in sockets:
             socket.close()

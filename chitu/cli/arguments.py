@@ -141,6 +141,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
+    command = commands.add_parser("upgrade", help="say which processes of a running cluster work beside this release")
+    command.add_argument("--check", action="store_true", required=True, help="only say it; nothing is changed")
+    either = command.add_mutually_exclusive_group()
+    either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
+    _add_router(command, either)
+
     command = commands.add_parser("snapshot", help="save a running request to a file for another router to continue")
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     command.add_argument(

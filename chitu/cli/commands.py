@@ -1,5 +1,5 @@
 """The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, token,
-plan, make-model, size, bench, doctor.
+upgrade, plan, make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -216,6 +216,15 @@ def _role(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _upgrade(arguments: argparse.Namespace) -> int:
+    from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
+    from chitu.tools.upgrade import check_upgrade
+
+    url = arguments.source or arguments.url
+    return check_upgrade(RouterClient(url, credential(url)), print)
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -423,6 +432,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "token": _token,
     "verify": _verify,
     "snapshot": _snapshot,
+    "upgrade": _upgrade,
     "replay": _replay,
     "plan": _plan,
     "node": _node,

@@ -29,11 +29,10 @@ from chitu.errors import BadFrame, ConfigError
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
-from chitu.net.view_feed import asked_topic
+from chitu.net.view_feed import Readers
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
-    VIEW_TOPIC,
     CoordinationReply,
     Drain,
     FetchImage,
@@ -43,7 +42,9 @@ from chitu.protocol import (
     TraceLines,
     coordination_codec,
     encode,
+    encode_for,
     stats_codec,
+    view_topic,
 )
 from chitu.router.metrics import CoordinationMetrics
 from chitu.tracing.trace_files import TraceFiles
@@ -102,8 +103,7 @@ class Membership:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         self._readers: dict[str, FrameReader] = {}
         self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(self._loop, self._on_death)
-        self._asked: dict[bytes, None] = {}
-        """Topics of the readers that wait for a whole view, first come first."""
+        self._asked = Readers()
         self._published_s = self._next_beat_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
@@ -178,24 +178,24 @@ class Membership:
         had_change = core.has_change
         if had_change or self._published_s >= self._next_beat_s:
             self._next_beat_s = self._published_s + self.interval_s
-            change = encode(core.next_change())
-            self._pub.send_multipart([VIEW_TOPIC, change], zmq.NOBLOCK)
+            change = core.next_change()
+            for version in self._asked.versions:
+                self._pub.send_multipart([view_topic(version), encode_for(version, change)], zmq.NOBLOCK)
         view = core.routed_view
         if had_change or view.weights.holds != self._router.is_held:
             self._router.on_view(view)
-        if self._asked:
-            whole = zmq.Frame(encode(core.view), copy=True)  # one copy for all who get it
-            for topic in list(islice(self._asked, MAX_WHOLES)):
-                del self._asked[topic]
-                self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
-                self._pub.send(whole, zmq.NOBLOCK, copy=False)
-            if self._asked:
-                self.on_change()
+        waiting, wholes = self._asked.waiting, dict[int, zmq.Frame]()
+        for topic in list(islice(waiting, MAX_WHOLES)):
+            version = waiting.pop(topic)
+            if version not in wholes:
+                wholes[version] = zmq.Frame(encode_for(version, core.view), copy=True)  # one copy for all who get it
+            self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
+            self._pub.send(wholes[version], zmq.NOBLOCK, copy=False)
+        if waiting:
+            self.on_change()
 
     def _on_subscription(self, frames: list[bytes]) -> None:
-        topic = asked_topic(frames[0])
-        if topic is not None:
-            self._asked[topic] = None
+        if self._asked.take(frames[0]):
             self.on_change()
 
     def on_joined(self, instance: InstanceInfo) -> None:

@@ -32,7 +32,7 @@ from chitu.net.link import LinkReceivers
 from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.view_feed import ask_for_whole
 from chitu.protocol import (
-    VIEW_TOPIC,
+    OLDEST_VERSION,
     CancelRequest,
     Drain,
     InstanceInfo,
@@ -42,7 +42,7 @@ from chitu.protocol import (
     SchedulerMessage,
     Wire,
     coordination_reply_codec,
-    encode,
+    encode_for,
     scheduler_codec,
     view_codec,
 )
@@ -73,7 +73,7 @@ class RouterSockets:
     def __init__(self, address: RouterAddress, contact: RouterContact, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.address = address
         self._context = context
-        self._topic = contact.feed.topic
+        self.contact = contact
         self.coordination = connect(
             context, zmq.DEALER, address.host, address.coordination_port, queues_unconnected=False
         )
@@ -82,9 +82,18 @@ class RouterSockets:
 
     def _open_view(self) -> zmq.Socket[bytes]:
         socket = connect(self._context, zmq.SUB, self.address.host, self.address.metadata_sync_port)
-        for topic in (VIEW_TOPIC, self._topic):
+        self._topics = self.contact.feed.topics
+        for topic in self._topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
         return socket
+
+    def ask_views(self) -> None:
+        """Subscribe to the topics of the feed in place of the last ones."""
+        for topic in self._topics:
+            self.view.setsockopt(zmq.UNSUBSCRIBE, topic)
+        self._topics = self.contact.feed.topics
+        for topic in self._topics:
+            self.view.setsockopt(zmq.SUBSCRIBE, topic)
 
     def renew_view(self, poller: zmq.Poller) -> None:
         try:
@@ -164,8 +173,10 @@ class CommLoop:
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._to_peers: deque[tuple[str, int, bytes, bytes]] = deque()
         """Frames for peers: host, port, room, message."""
-        self._to_stats: deque[bytes] = deque()
-        self._leave: bytes | None = None
+        self._to_stats: deque[Wire] = deque()
+        self._versions: dict[tuple[str, int], int] = {}
+        """Versions of the wire that peers read, by their control ports."""
+        self._leave: Leave | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write later
         self._stopping = False
@@ -189,8 +200,16 @@ class CommLoop:
 
     def send_stats(self, message: Wire) -> None:
         """Queue a message to the stats ports of all routers."""
-        self._to_stats.append(encode(message))
+        self._to_stats.append(message)
         os.eventfd_write(self._wake_fd, 1)
+
+    def version_of(self, host: str, port: int) -> int:
+        """Return the version of the wire that a peer with this control port reads, as far as a router has told it."""
+        return self._versions.get((host, port), OLDEST_VERSION)
+
+    def frames_for_routers(self, message: Wire) -> list[bytes]:
+        """Return a message as each router reads it."""
+        return [encode_for(contact.protocol, message) for contact in self.contacts.routers]
 
     def change(self, instance: InstanceInfo, transfer: TransferSide, timeout_s: float) -> bool:
         """Go on as another incarnation, with another side, and join with it. Return once the comm thread uses neither
@@ -203,7 +222,7 @@ class CommLoop:
     def leave(self, message: Leave) -> None:
         """Send all routers what ends the membership, and end `run` once every queued message is handed to its
         socket."""
-        self._leave = encode(message)
+        self._leave = message
         self.stop()
 
     def stop(self) -> None:
@@ -260,7 +279,12 @@ class CommLoop:
     def send_coordination(self, router: int, message: Join | Drain) -> None:
         """Send a message to a coordination port, or lose it (`ContactShell`)."""
         with contextlib.suppress(zmq.Again):  # not connected, or full
-            self.routers[router].coordination.send(encode(message), zmq.NOBLOCK)
+            version = self.contacts.routers[router].protocol
+            self.routers[router].coordination.send(encode_for(version, message), zmq.NOBLOCK)
+
+    def ask_views(self, router: int) -> None:
+        """Ask for views in another version of the wire (`ContactShell`)."""
+        self.routers[router].ask_views()
 
     def renew_view(self, router: int) -> None:
         """Replace the socket on which views come (`ContactShell`)."""
@@ -283,8 +307,8 @@ class CommLoop:
             except zmq.Again:
                 logger.warning("dropped a message to %s:%d: the socket is full", host, port)
         while self._to_stats:
-            frame = self._to_stats.popleft()
-            for router in self.routers:
+            frames = self.frames_for_routers(self._to_stats.popleft())
+            for router, frame in zip(self.routers, frames, strict=True):
                 try:
                     router.stats.send(frame, zmq.NOBLOCK)
                 except zmq.Again:
@@ -352,6 +376,8 @@ class CommLoop:
     def _drain_views(self, index: int, router: RouterSockets) -> None:
         is_sign, feed = False, self.contacts.routers[index].feed
         for frame in _received(router.view):
+            if frame[0] not in feed.topics:
+                continue  # it was asked for in another version of the wire
             try:
                 is_sign |= feed.take(view_codec.decode(frame[-1]))
             except (BadFrame, UnknownKind) as error:
@@ -366,8 +392,12 @@ class CommLoop:
     def _forget_peers(self) -> None:
         """Close sockets to control ports that no member has any longer."""
         members = [member for router in self.contacts.routers for member in router.feed.view.instances]
-        addresses = {(member.host, port) for member in members for port in (member.control_port, member.image_port)}
-        for address in self._peers.keys() - addresses:
+        self._versions = {
+            (member.host, port): member.protocol
+            for member in members
+            for port in (member.control_port, member.image_port)
+        }
+        for address in self._peers.keys() - self._versions.keys():
             self._peers.pop(address).close()
 
     def _close(self) -> None:
@@ -376,7 +406,7 @@ class CommLoop:
         for router in self.routers:
             if self._leave is not None:
                 with contextlib.suppress(zmq.Again):  # it is of no use to a router that is down
-                    router.coordination.send(self._leave, zmq.NOBLOCK)
+                    router.coordination.send(encode_for(router.contact.protocol, self._leave), zmq.NOBLOCK)
             router.close()
 
 

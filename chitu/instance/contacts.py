@@ -16,12 +16,14 @@ from typing import Protocol
 
 import msgspec
 
+from chitu import __version__
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import Internal, RankTaken
 from chitu.kv_transfer.kv_manager import TransferSide
-from chitu.net.view_feed import ViewReceiver
+from chitu.net.view_feed import ASK_S, ViewReceiver
 from chitu.protocol import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     ClusterView,
     CoordinationReply,
@@ -78,6 +80,9 @@ class ContactShell(Protocol):
     def send_coordination(self, router: int, message: Join | Drain) -> None:
         """Send a message to the coordination port. It may be lost: it is sent again."""
 
+    def ask_views(self, router: int) -> None:
+        """Subscribe to the topics of this router's feed, which are others now, in place of the last ones."""
+
     def renew_view(self, router: int) -> None:
         """Replace the connection on which views come: the old one may be half open."""
 
@@ -109,6 +114,15 @@ class RouterContact:
         """Whether no view came for a lease: what its newest one says of other instances may be long past."""
         self.silence: Silence | None = None
         self.next_join_s = 0.0
+        self.is_heard = False
+        """Whether a view has come in the version of the wire in which it is asked for them, `feed.protocol`."""
+        self.asked_s: float | None = None
+        """Since when it is asked so; None: since a moment ago."""
+
+    @property
+    def protocol(self) -> int:
+        """Version of the wire for what is sent to it. Any thread."""
+        return self.feed.protocol
 
 
 class Contacts:
@@ -193,10 +207,15 @@ class Contacts:
     def _keep_in_touch(self, router: RouterContact, now_s: float) -> None:
         deadlines = self._deadlines
         router.next_join_s = now_s + deadlines.retry_interval_s
+        if router.asked_s is None or router.is_heard:
+            router.asked_s = now_s
+        elif now_s >= router.asked_s + ASK_S:
+            older = router.protocol - 1
+            self._ask_views(router, older if older >= OLDEST_VERSION else PROTOCOL_VERSION)
         if router.silence is None:
             router.silence = Silence(deadlines.retry_interval_s)
         if router.silence.seconds(router.num_views) >= deadlines.lease_s:
-            router.silence = Silence(deadlines.retry_interval_s)
+            router.silence, router.is_heard = Silence(deadlines.retry_interval_s), False
             self._shell.renew_view(router.index)
             if not router.is_silent:
                 router.is_silent = True
@@ -205,8 +224,13 @@ class Contacts:
         if router.joined:
             if not router.knows_drain and (self._is_draining or router.taken_back):
                 (self._send_drain if self._is_draining and not self._becomes else self._join)(router)
-        elif self._may_join(router):
+        elif router.is_heard and self._may_join(router):
             self._join(router)
+
+    def _ask_views(self, router: RouterContact, protocol: int) -> None:
+        """Ask a router for views in a version of the wire: in one after the other, until it answers."""
+        router.feed.protocol, router.is_heard, router.asked_s = protocol, False, None
+        self._shell.ask_views(router.index)
 
     def _may_join(self, router: RouterContact) -> bool:
         """Return whether it is this router's turn. All that are up have to be heard before the first membership, which
@@ -232,8 +256,10 @@ class Contacts:
             first_view=first_view,
             draining=self._is_draining,
             becomes=self._becomes,
+            protocol=PROTOCOL_VERSION,
+            release=__version__,
         )
-        self._shell.send_coordination(router.index, Join(PROTOCOL_VERSION, instance))
+        self._shell.send_coordination(router.index, Join(router.protocol, instance))
 
     def _send_drain(self, router: RouterContact) -> None:
         instance = self.instance
@@ -264,6 +290,8 @@ class Contacts:
         """Handle that the router has shown the view in its feed to be its newest."""
         router = self.routers[index]
         router.num_views += 1
+        if not router.is_heard:
+            router.is_heard, router.next_join_s = True, 0.0
         view, was_silent, router.is_silent = router.feed.view, router.is_silent, False
         if (view.router_incarnation, view.version) == (router.incarnation, router.version) and not was_silent:
             return
@@ -284,6 +312,8 @@ class Contacts:
             if router.incarnation:
                 logger.warning("a new router took over")
                 self._owner.on_new_router(router.index)
+                if router.protocol < PROTOCOL_VERSION:  # this one may run a newer release
+                    self._ask_views(router, PROTOCOL_VERSION)
             router.incarnation = view.router_incarnation
         router.version = view.version
         self.transfer.on_view(view, router.index)

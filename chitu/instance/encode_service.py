@@ -26,7 +26,7 @@ from chitu.instance.image_thread import ImageThread
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.pulling import EncodeSender
 from chitu.net.threads import ServiceThread, Waker
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, Leave, LinkAck, SchedulerMessage, encode
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, Leave, LinkAck, SchedulerMessage
 
 logger = logging.getLogger(__name__)
 
@@ -198,18 +198,16 @@ class EncodeService:
                 on_member(info, is_member)
             unknown = comm.bad_frames + comm.unknown_frames + self._transfer.unknown_frames
             load = msgspec.structs.replace(self._scheduler.load, unknown_frames=unknown, paths=side.path_loads)
-            frame = encode(
-                Heartbeat(
-                    info.role,
-                    info.engine_rank,
-                    info.incarnation,
-                    load,
-                    reads=comm.num_reads,
-                    acks=comm.received.acks(),
-                    routers=comm.contacts.joined_routers,
-                )
+            message = Heartbeat(
+                info.role,
+                info.engine_rank,
+                info.incarnation,
+                load,
+                reads=comm.num_reads,
+                acks=comm.received.acks(),
+                routers=comm.contacts.joined_routers,
             )
-            for socket in sockets:
+            for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):
                 socket.send(frame, self._deadlines.lease_s)
         for socket in sockets:
             socket.close()

@@ -33,7 +33,7 @@ from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory, PageSums, Ver
 from chitu.kv_transfer.transports.transport import SendFrame, Transport
 from chitu.log import about
 from chitu.net.process_deaths import PidAlive, pid_alive
-from chitu.protocol import KVLayout, TransferSums, TransportSession, Wire, encode
+from chitu.protocol import PROTOCOL_VERSION, KVLayout, TransferSums, TransportSession, Wire, encode_for
 from chitu.protocol.account import NO_TIMES, PrefillTimes
 from chitu.tracing.tracer import Tracer
 from chitu.types import Role, waited_text
@@ -297,6 +297,8 @@ class TransferContext:
     clock: Clock
     tracer: Tracer | None = None
     """Tracer of its rooms; None in tests without tracing."""
+    version_of: Callable[[str, int], int] = lambda host, port: PROTOCOL_VERSION
+    """Returns the version of the wire that the peer with this control port reads."""
     is_pid_alive: PidAlive = pid_alive
 
 
@@ -314,7 +316,7 @@ class TransferOutbox:
     """Frames, log lines and events of a role. `put` to `drain` are called under its lock, `leave` after it."""
 
     def __init__(self, context: TransferContext, logger: logging.Logger) -> None:
-        self._send_frame, self._wake = context.send_frame, context.wake
+        self._send_frame, self._wake, self._version_of = context.send_frame, context.wake, context.version_of
         self._logger = logger
         self._leaving: list[Send | Line | TransferEvent] = []
         self._events: list[TransferEvent] = []
@@ -345,7 +347,8 @@ class TransferOutbox:
         waits."""
         for effect in leaving:
             if isinstance(effect, Send):
-                self._send_frame(effect.host, effect.port, effect.room, encode(effect.message))
+                frame = encode_for(self._version_of(effect.host, effect.port), effect.message)
+                self._send_frame(effect.host, effect.port, effect.room, frame)
         if any(isinstance(effect, TransferEvent) for effect in leaving):
             self._wake()
         for effect in leaving:

@@ -47,6 +47,7 @@ from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shard
 from chitu.net.process_deaths import PidAlive, pid_alive, pid_namespace
 from chitu.net.sockets import check_address
 from chitu.protocol import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     ClusterView,
     InstanceInfo,
@@ -431,8 +432,9 @@ def check_return_address(info: KVArgsRegisterInfo) -> None:
 
 def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: PagedMemory) -> RankMemory:
     """Check a registration and return the memory of D's main rank. Raises IncompatibleLayout or BadFrame."""
-    if info.protocol_version != PROTOCOL_VERSION:
-        raise IncompatibleLayout(f"protocol version {info.protocol_version} there, {PROTOCOL_VERSION} here")
+    if not OLDEST_VERSION <= info.protocol_version <= PROTOCOL_VERSION:
+        here = f"{OLDEST_VERSION} to {PROTOCOL_VERSION} here"
+        raise IncompatibleLayout(f"protocol version {info.protocol_version} there, {here}")
     check_compatible(layout, info.layout)
     tp_size = info.layout.tp_size
     if len(info.ranks) != tp_size or {rank.tp_rank for rank in info.ranks} != set(range(tp_size)):

@@ -18,7 +18,17 @@ from operator import attrgetter
 import msgspec
 import zmq
 
-from chitu.protocol import WHOLE_TOPIC, ClusterView, InstanceInfo, LostInstance, ViewChange, ViewMessage
+from chitu.protocol import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    ClusterView,
+    InstanceInfo,
+    LostInstance,
+    ViewChange,
+    ViewMessage,
+    view_topic,
+    whole_topic,
+)
 from chitu.protocol.weights import WeightsOrder
 from chitu.types import Role
 
@@ -104,13 +114,24 @@ class ViewReceiver:
 
     def __init__(self, now_s: float) -> None:
         """`now_s`: time at which its socket subscribes to `topic`."""
-        self.topic = WHOLE_TOPIC + secrets.token_bytes(8)
-        """Topic of the whole views that are sent to this reader alone."""
+        self.protocol = PROTOCOL_VERSION
+        """Version of the wire in which it asks for views."""
+        self._suffix = secrets.token_bytes(8)
         self.view = ClusterView(0, -1, ())
         """Newest view that is known; that of no router at first."""
         self.is_current = False
         """Whether no change is known to be missing."""
         self._asked_s = now_s
+
+    @property
+    def topic(self) -> bytes:
+        """Topic of the whole views that are sent to this reader alone."""
+        return whole_topic(self.protocol) + self._suffix
+
+    @property
+    def topics(self) -> tuple[bytes, bytes]:
+        """What its socket subscribes to: topics of the changes and of its whole views."""
+        return view_topic(self.protocol), self.topic
 
     def take(self, message: ViewMessage) -> bool:
         """Take a message and return whether `view` is the router's newest now, as far as this message tells."""
@@ -140,10 +161,26 @@ def ask_for_whole(socket: zmq.Socket[bytes], topic: bytes) -> None:
     socket.setsockopt(zmq.SUBSCRIBE, topic)
 
 
-def asked_topic(frame: bytes) -> bytes | None:
-    """Return the topic of a subscription that asks for a whole view, as an XPUB socket receives it; None for others."""
-    asks = frame[:1] == b"\x01" and frame.startswith(WHOLE_TOPIC, 1) and len(frame) == len(WHOLE_TOPIC) + 9
-    return frame[1:] if asks else None
+class Readers:
+    """What the readers of an XPUB socket ask for, as their subscriptions tell it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[bytes, int] = {}
+        """Topics of the readers that wait for a whole view, first come first, with the version of the wire."""
+        self.versions = {PROTOCOL_VERSION}
+        """Versions in which changes are sent: the newest, and each older one that has a reader."""
+
+    def take(self, frame: bytes) -> bool:
+        """Take a subscription, or the end of one, as the socket receives it. Return whether it asks for a view."""
+        topic = frame[1:]
+        for version in range(OLDEST_VERSION, PROTOCOL_VERSION + 1):
+            if topic == view_topic(version) and version < PROTOCOL_VERSION:
+                (self.versions.add if frame[:1] == b"\x01" else self.versions.discard)(version)
+            start = whole_topic(version)
+            if frame[:1] == b"\x01" and topic.startswith(start) and len(topic) == len(start) + 8:
+                self.waiting[topic] = version
+                return True
+        return False
 
 
 def _members(view: ClusterView, change: ViewChange) -> tuple[InstanceInfo, ...]:

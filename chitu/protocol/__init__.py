@@ -16,7 +16,6 @@ from chitu.protocol.cluster import (
     LEAST_PROMPT_TOKENS,
     SLO_SHARE,
     VIEW_TOPIC,
-    WHOLE_TOPIC,
     CacheGroup,
     ClusterView,
     CoordinationMessage,
@@ -46,6 +45,8 @@ from chitu.protocol.cluster import (
     fp8_head_bytes,
     stats_codec,
     view_codec,
+    view_topic,
+    whole_topic,
 )
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
 from chitu.protocol.images import (
@@ -94,6 +95,7 @@ from chitu.protocol.peer import (
     peer_codec,
     peer_frames,
 )
+from chitu.protocol.releases import encode_for
 from chitu.protocol.requests import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -128,6 +130,7 @@ from chitu.protocol.requests import (
     token_codec,
 )
 from chitu.protocol.wire import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     Codec,
     Wire,
@@ -158,12 +161,12 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "NO_ENCODER",
     "NO_IMAGE_LOAD",
+    "OLDEST_VERSION",
     "PROTOCOL_VERSION",
     "REPORTED_KEY_BYTES",
     "SLO_SHARE",
     "UNLIKE_OVER_NOISE",
     "VIEW_TOPIC",
-    "WHOLE_TOPIC",
     "AbortAck",
     "AbortTransfer",
     "AuxReady",
@@ -240,6 +243,7 @@ __all__ = [
     "coordination_codec",
     "coordination_reply_codec",
     "encode",
+    "encode_for",
     "encoder_preference",
     "fp8_head_bytes",
     "image_key",
@@ -256,4 +260,6 @@ __all__ = [
     "unpack_i32",
     "unpack_logprobs",
     "view_codec",
+    "view_topic",
+    "whole_topic",
 ]

@@ -13,7 +13,7 @@ import msgspec
 from chitu.protocol.images import NO_IMAGE_LOAD, FetchImage, ImageFile, ImageLoad
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
-from chitu.protocol.wire import Codec, Wire
+from chitu.protocol.wire import PROTOCOL_VERSION, Codec, Wire
 from chitu.types import Role, instance_name
 
 # ------------------------------------------------------------------------------------------------- stats port (29600)
@@ -28,11 +28,21 @@ SCALE_BYTES = 4
 HEAD_ALIGNMENT_BYTES = 16
 """Every head of a page of 8-bit floats begins at a multiple of this: kernels read so much at once."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-VIEW_TOPIC = b"view"
-"""First frame of a `ViewChange` on the metadata port."""
-WHOLE_TOPIC = b"whole"
-"""First frame of a `ClusterView` on that port, followed by 8 bytes that its one reader drew. To subscribe to it is to
-ask for a view: the router sends one for each subscription, and so after every new connection."""
+
+
+def view_topic(version: int) -> bytes:
+    """Return the first frame of a `ViewChange` on the metadata port, which is in this version of the wire."""
+    return b"view" if version == 20 else b"v%d." % version
+
+
+def whole_topic(version: int) -> bytes:
+    """Return the first frame of a `ClusterView` on that port, but for 8 bytes behind it that its one reader drew. To
+    subscribe to it is to ask for a view: the router sends one for each subscription, and so after every new
+    connection."""
+    return b"whole" if version == 20 else b"w%d." % version
+
+
+VIEW_TOPIC = view_topic(PROTOCOL_VERSION)
 
 
 class PathLoad(Wire, frozen=True):
@@ -529,6 +539,10 @@ class InstanceInfo(Wire, frozen=True):
     """Its group, which it keeps when it changes its role; None: it is alone."""
     image_port: int = 0
     """P: control port towards E, which write features of images to it; 0: it takes none from E."""
+    protocol: int = 20
+    """Newest version of the wire that it reads."""
+    release: str = ""
+    """Release that it runs; empty before version 21."""
 
     @property
     def name(self) -> str:

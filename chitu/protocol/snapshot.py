@@ -41,6 +41,10 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     group: tuple[str, ...] = ()
     """Names of the members of its group that are in the cluster, itself included, by data rank. Empty if it is in none,
     or down."""
+    release: str = ""
+    """Release that it runs. Empty while down, and before version 21 of the wire."""
+    protocol: int = 0
+    """Newest version of the wire that it reads; 0 while down."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
@@ -63,6 +67,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     and those that run. All other numbers are of the whole cluster."""
     first_prompt: FirstPrompt
     """What a user may ask this model first."""
+    protocol: int = 20
+    """Newest version of the wire that the router reads."""
     advice: str = ""
     """What the balancer would change, and why, and an instance that is slow (`router.balance`); empty if nothing is
     due."""

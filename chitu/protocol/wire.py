@@ -12,6 +12,8 @@ import msgspec
 from chitu.errors import BadFrame, UnknownKind
 
 PROTOCOL_VERSION = 21
+OLDEST_VERSION = 20
+"""Oldest version that this release reads, and speaks to those that read no later one: that of the release before."""
 T = TypeVar("T")
 
 

@@ -101,7 +101,9 @@ class Compositions:
             verify_kv=pd.verify_kv,
         )
         memory = self._own_memory(role)
-        context = TransferContext(self._comm.send_peer, self._waker.wake, RealClock(), self._comm.tracer)
+        context = TransferContext(
+            self._comm.send_peer, self._waker.wake, RealClock(), self._comm.tracer, self._comm.version_of
+        )
         if role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
             images = self._feature_receiver(config, context)
             return build_prefill(core, manager_of_prefill(config, memory, context, self._fan_out, images))

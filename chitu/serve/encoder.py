@@ -69,7 +69,7 @@ def build_encode_service(
         transfer_threads=pd.transfer_threads,
     )
     memory = feature_memory(pool, factories, pd, config)
-    context = TransferContext(comm.send_peer, waker.wake, RealClock())
+    context = TransferContext(comm.send_peer, waker.wake, RealClock(), version_of=comm.version_of)
     transfer = manager_of_encode(feature_config(base, pool.layout, comm.control_port), memory, context)
     images = image_thread(topology, comm, waker)
     if images is not None:

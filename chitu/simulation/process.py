@@ -338,6 +338,10 @@ class SimulatedProcess:
     def send_coordination(self, router: int, message: Join | Drain) -> None:
         self.world.to_coordination_port(self, router, message)
 
+    def ask_views(self, router: int) -> None:
+        """Ask anew: the simulated router speaks one version."""
+        self.world.ask_for_view(self, router)
+
     def renew_view(self, router: int) -> None:
         """Ask anew, as a new connection does."""
         self.world.ask_for_view(self, router)

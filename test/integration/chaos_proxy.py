@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from chitu.net.curve import ClusterSecrets
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
-from chitu.protocol import VIEW_TOPIC, view_codec
+from chitu.protocol import view_codec
 from chitu.types import instance_name
 
 REAL_HOST = "127.0.0.1"
@@ -155,7 +155,7 @@ class Wires:
         """Follow the router's view, which bypasses the proxies, to learn where proxies are needed."""
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             feed = ViewReceiver(time.monotonic())
-            for topic in (VIEW_TOPIC, feed.topic):
+            for topic in feed.topics:
                 socket.setsockopt(zmq.SUBSCRIBE, topic)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, secrets.curve_public)

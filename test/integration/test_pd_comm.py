@@ -13,14 +13,16 @@ import zmq
 from ports import free_ports
 from support.router_process import wait_until
 
+from chitu import __version__
 from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_transfer.kv_manager import NoPeers
 from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.threads import ServiceThread, Waker
-from chitu.net.view_feed import asked_topic
+from chitu.net.view_feed import Readers
 from chitu.protocol import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     VIEW_TOPIC,
     CancelRequest,
@@ -37,6 +39,8 @@ from chitu.protocol import (
     ViewChange,
     coordination_codec,
     encode,
+    encode_for,
+    view_topic,
 )
 from chitu.types import Role
 
@@ -125,9 +129,20 @@ class Router:
             assert self.coordination.poll(5000), "no join came"
             identity, frame = self.coordination.recv_multipart()
             assert coordination_codec.decode(frame) == Join(
-                PROTOCOL_VERSION, msgspec.structs.replace(self.info, first_view=first_view)
+                PROTOCOL_VERSION,
+                msgspec.structs.replace(
+                    self.info, first_view=first_view, protocol=PROTOCOL_VERSION, release=__version__
+                ),
             )
         return identity
+
+    def greet(self) -> None:
+        """Send a view without members, by which the loop knows the version of the router, until it joins."""
+        for _ in range(200):
+            self.send_view(ClusterView(1, 0, ()))
+            if self.coordination.poll(50):
+                return
+        raise AssertionError("it does not join")
 
     def publish(self, router_incarnation: int, version: int, draining: bool = False) -> None:
         """Repeat a view until the loop receives it: a SUB that has just connected misses messages."""
@@ -147,9 +162,9 @@ class Router:
         """Wait until the loop asks for a whole view, and return the topic that it asks for."""
         while True:
             assert self.view.poll(5000), "it does not ask"
-            topic = asked_topic(self.view.recv())
-            if topic is not None:
-                return topic
+            readers = Readers()
+            if readers.take(self.view.recv()):
+                return next(iter(readers.waiting))
 
     def close(self) -> None:
         self.loop.stop()
@@ -168,10 +183,29 @@ def router() -> Iterator[Router]:
 
 
 def test_it_joins_until_the_view_has_it(router: Router) -> None:
+    router.greet()
     router.joins(3)
     assert not router.loop.contacts.joined
     router.publish(1, 1)
     assert router.loop.contacts.joined
+
+
+def test_it_speaks_the_version_of_an_older_router_and_that_of_the_newer_one_that_replaces_it(router: Router) -> None:
+    def join_behind(version: int, incarnation: int) -> Join:
+        """Send views in this version alone, until a join comes that names it."""
+        for _ in range(400):
+            frame = encode_for(version, ClusterView(incarnation, 0, ()))
+            router.view.send_multipart([view_topic(version), frame])
+            if router.coordination.poll(20):
+                _, frame = router.coordination.recv_multipart()
+                join = coordination_codec.decode(frame)
+                if isinstance(join, Join) and join.protocol_version == version:
+                    return join
+        raise AssertionError("it does not join")
+
+    assert join_behind(OLDEST_VERSION, 1).instance == router.info, "what came later is left out"
+    newer = join_behind(PROTOCOL_VERSION, 2).instance
+    assert (newer.protocol, newer.release) == (PROTOCOL_VERSION, __version__)
 
 
 def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(router: Router) -> None:
@@ -210,11 +244,13 @@ def test_who_missed_a_change_asks_for_the_whole_view_and_takes_no_later_change_f
 
 
 def test_joins_are_not_kept_for_a_router_that_is_not_there(router: Router) -> None:
+    router.greet()
     router.joins(1)
     router.coordination.close()
     wait_for_turns(router, 30)  # turns of the loop, each with about one join
     router.coordination, _ = bind(router.context, zmq.ROUTER, "127.0.0.1", router.coordination_port)
     before = router.loop.num_reads
+    router.greet()
     router.joins(1)
     waiting = 0
     while router.coordination.poll(0):
@@ -258,10 +294,11 @@ def test_a_router_with_another_incarnation_is_reported_once(router: Router) -> N
 
 
 def test_a_refused_join_is_told_with_its_code(router: Router) -> None:
+    router.greet()
     identity = router.joins(1)
     reply = JoinReply(router.info.incarnation, 0.0, "incompatible_layout", "page_size: 16 != 32")
     router.coordination.send_multipart((identity, encode(reply)))
-    router.happened.wait(5)
+    wait_until(lambda: router.refusals, 5, "a refusal")
     assert router.refusals == [("incompatible_layout", "page_size: 16 != 32")]
 
 
@@ -273,6 +310,7 @@ def test_what_other_threads_say_after_its_end_is_no_error(router: Router) -> Non
 
 
 def test_a_drain_is_told_once_whether_it_comes_as_a_message_or_in_the_view(router: Router) -> None:
+    router.greet()
     identity = router.joins(1)
     for incarnation in (1, router.info.incarnation):  # the first one addresses an older process
         router.coordination.send_multipart((identity, encode(Drain(Role.DECODE, 0, incarnation))))

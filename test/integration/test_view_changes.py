@@ -13,7 +13,7 @@ from support.router_process import RouterUnderTest
 
 from chitu.net.sockets import connect
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
-from chitu.protocol import VIEW_TOPIC, ClusterView, ViewChange, ViewMessage, view_codec
+from chitu.protocol import ClusterView, ViewChange, ViewMessage, view_codec
 from chitu.tools.make_model import make_model
 
 PATIENCE_MS = 20_000
@@ -25,7 +25,7 @@ class Reader:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.feed = ViewReceiver(time.monotonic())
         self.socket = connect(self.context, zmq.SUB, "127.0.0.1", port)
-        for topic in (VIEW_TOPIC, self.feed.topic):
+        for topic in self.feed.topics:
             self.socket.setsockopt(zmq.SUBSCRIBE, topic)
         self.topics: list[bytes] = []
         self.messages: list[ViewMessage] = []
@@ -62,7 +62,7 @@ def test_many_joins_are_few_changes_and_whole_views_go_to_their_reader_alone(rou
         assert len(reader.wholes()) == 1
         changes = [message for message in reader.messages if isinstance(message, ViewChange) and message.joined]
         assert len(changes) < COUNT / 2
-        assert {topic for topic in reader.topics} == {VIEW_TOPIC, reader.feed.topic}
+        assert set(reader.topics) == set(reader.feed.topics)
     ask_for_whole(first.socket, first.feed.topic)
     first.read_until(lambda: len(first.wholes()) == 2)
     assert first.wholes()[1] == second.feed.view

@@ -35,7 +35,6 @@ from chitu.net.sockets import bind, connect
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import (
     PROTOCOL_VERSION,
-    VIEW_TOPIC,
     CancelRequest,
     Drain,
     Finish,
@@ -147,7 +146,7 @@ class _Router:
         self.stats = connect(context, zmq.PUSH, host, stats_port)
         self.feed = ViewReceiver(time.monotonic())
         self.view = connect(context, zmq.SUB, host, metadata_sync_port)
-        for topic in (VIEW_TOPIC, self.feed.topic):
+        for topic in self.feed.topics:
             self.view.setsockopt(zmq.SUBSCRIBE, topic)
 
 

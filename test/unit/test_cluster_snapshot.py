@@ -276,5 +276,5 @@ def test_an_event_of_five_hundred_instances_has_what_changed() -> None:
         return reader.read()
 
     sizes = {share: size(share) for share in (1.0, 0.0, 0.02, 1.001)}
-    assert sizes[1.0] < 500 * 220 and sizes[0.0] < 700 and sizes[0.02] < 2000 and sizes[1.001] < 500 * 100, sizes
+    assert sizes[1.0] < 500 * 240 and sizes[0.0] < 700 and sizes[0.02] < 2000 and sizes[1.001] < 500 * 100, sizes
     reader.expect_all()

@@ -19,6 +19,7 @@ from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
 from chitu.pd_coordination import LINGER_S, PDCoordination
 from chitu.protocol import (
+    OLDEST_VERSION,
     PROTOCOL_VERSION,
     ClusterView,
     Drain,
@@ -236,7 +237,11 @@ def test_leaves_of_another_incarnation_are_nobodys() -> None:
 
 def test_another_protocol_version_is_refused_with_both() -> None:
     reply = World().join(info(), version=99)
-    assert reply.code == "config" and "99" in reply.message and f"speaks {PROTOCOL_VERSION}" in reply.message
+    assert (
+        reply.code == "config"
+        and "99" in reply.message
+        and f"speaks {OLDEST_VERSION} to {PROTOCOL_VERSION}" in reply.message
+    )
 
 
 def test_incompatible_layouts_are_refused_with_both_printed() -> None:

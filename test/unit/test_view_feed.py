@@ -6,9 +6,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.net.view_feed import ASK_S, KEPT_LOST, ViewReceiver, ViewSender, asked_topic
+from chitu.net.view_feed import ASK_S, KEPT_LOST, Readers, ViewReceiver, ViewSender
 from chitu.protocol import (
-    WHOLE_TOPIC,
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
     ClusterView,
     InstanceInfo,
     KVLayout,
@@ -174,7 +175,31 @@ def test_a_change_is_as_long_as_what_changed() -> None:
 
 def test_only_a_subscription_to_the_topic_of_a_reader_asks() -> None:
     reader = ViewReceiver(0.0)
-    assert asked_topic(b"\x01" + reader.topic) == reader.topic
-    others = (b"", b"\x01", b"\x01view", b"\x00" + reader.topic, b"\x01" + WHOLE_TOPIC, b"\x01" + reader.topic + b"x")
-    assert [asked_topic(frame) for frame in others] == [None] * len(others)
+    seen = Readers()
+    others = (
+        b"",
+        b"\x01",
+        b"\x01view",
+        b"\x00" + reader.topic,
+        b"\x01" + reader.topic[:-8],
+        b"\x01" + reader.topic + b"x",
+    )
+    assert not any(seen.take(frame) for frame in others) and not seen.waiting
+    assert seen.take(b"\x01" + reader.topic) and seen.waiting == {reader.topic: PROTOCOL_VERSION}
     assert isinstance(reader.view, ClusterView) and reader.view.version == -1
+
+
+def test_changes_go_out_in_an_older_version_as_long_as_someone_reads_it() -> None:
+    old, seen = ViewReceiver(0.0), Readers()
+    old.protocol = OLDEST_VERSION
+    changes, whole = old.topics
+    assert (changes, whole[:5]) == (b"view", b"whole"), (
+        "the topics of version 20 are those that its release subscribes to"
+    )
+    assert seen.take(b"\x01" + whole) and seen.waiting == {whole: OLDEST_VERSION}
+    assert not seen.take(b"\x01" + changes) and seen.versions == {OLDEST_VERSION, PROTOCOL_VERSION}
+    for topic in ViewReceiver(0.0).topics:
+        seen.take(b"\x00" + topic)
+    assert seen.versions == {OLDEST_VERSION, PROTOCOL_VERSION}
+    seen.take(b"\x00" + changes)
+    assert seen.versions == {PROTOCOL_VERSION}

@@ -22,7 +22,7 @@ from chitu.http.fleet.changes import ChangeLog
 from chitu.http.wire.pieces import joined
 from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import ClusterView, InstanceInfo, LoadReport
+from chitu.protocol import PROTOCOL_VERSION, ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.first_prompt import first_prompt
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus
@@ -175,6 +175,7 @@ class SnapshotSource:
             instances=(),
             requests=_requests(record, tenant),
             first_prompt=self._first_prompt,
+            protocol=PROTOCOL_VERSION,
             advice=balance.advice if balance is not None else "",
         )
 
@@ -246,7 +247,19 @@ def _instance(
     status: InstanceStatus = "draining" if info.draining else "up"
     becomes, home = (instance_name(*place_of(text)) if text else "" for text in (info.becomes, info.home))
     return InstanceSnapshot(
-        name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout, becomes, home, group
+        name,
+        role,
+        status,
+        info.host,
+        info.pid,
+        str(info.incarnation),
+        load,
+        info.served_layout,
+        becomes,
+        home,
+        group,
+        info.release,
+        info.protocol,
     )
 
 

@@ -1,0 +1,47 @@
+"""Processes of the release before, beside those of this one, in one cluster of real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chitu.types import Role, instance_name
+
+ROOT = Path(__file__).parents[2]
+LAST_OF_20 = "810b4b9d"
+"""Last commit of the release with version 20 of the wire."""
+
+
+def older_release(folder: Path) -> Path:
+    """Return a folder with the package of the release before, from the history. Skip the test without a history."""
+    found = subprocess.run(["git", "-C", ROOT, "archive", LAST_OF_20, "chitu"], capture_output=True)
+    if found.returncode:
+        pytest.skip(f"the history lacks {LAST_OF_20}, the release before: a shallow clone, or no git")
+    with tarfile.open(fileobj=BytesIO(found.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+class MixedReleases:
+    """`Entries.popen` of a cluster of which some processes run an older release."""
+
+    def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
+        """`folder`: the older release. `names`: `router`, `P0`, ... that run it; read anew at each start."""
+        self.folder, self.names = folder, set(names)
+
+    def __call__(self, argv: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        folder = self.folder if _name(argv) in self.names else ROOT
+        return subprocess.Popen(argv, env={**env, "PYTHONPATH": str(folder)}, cwd=folder, **options)
+
+
+def _name(argv: Sequence[str]) -> str:
+    if "--role" not in argv:
+        return "router"
+    role, rank = (argv[list(argv).index(key) + 1] for key in ("--role", "--rank"))
+    return instance_name(Role(role), int(rank))

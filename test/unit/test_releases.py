@@ -1,0 +1,101 @@
+"""What an older release reads of this one, and this one of it: frames that it printed itself, and its fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.wire_samples import filled, records
+
+from chitu.protocol import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    CancelRequest,
+    ClusterView,
+    Drain,
+    EncodeOrder,
+    FetchImage,
+    ImageFile,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVArgsRegisterInfo,
+    LinkAck,
+    TokenBatch,
+    TraceLines,
+    TransportMessage,
+    ViewChange,
+    encode,
+    encode_for,
+)
+from chitu.protocol.releases import ADDED
+from chitu.protocol.wire import Wire
+
+KEPT: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / f"wire_{OLDEST_VERSION}.json").read_text())
+OF_ANY_VERSION = (
+    CancelRequest,
+    Drain,
+    EncodeOrder,
+    FetchImage,
+    ImageFile,
+    JoinReply,
+    LinkAck,
+    TokenBatch,
+    TraceLines,
+    TransportMessage,
+)
+"""Records that are sent without a look at the version of the other end."""
+
+
+def read(kind: type[Wire], frame: bytes) -> Wire:
+    decoded: Wire = msgspec.msgpack.decode(frame, type=kind)
+    return decoded
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_frame_of_the_older_release_is_read_and_leaves_for_it_as_it_came(name: str) -> None:
+    frame = bytes.fromhex(KEPT[name]["frame"])
+    record = read(records()[name], frame)
+    assert encode_for(OLDEST_VERSION, record) == frame
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_older_release_lacks_is_known_and_left_out(name: str) -> None:
+    kind = records()[name]
+    fields = [field for field in kind.__struct_fields__ if field not in ADDED.get(kind, {})]
+    assert fields == KEPT[name]["fields"], (
+        "a field that version 20 lacks must be in ADDED, and none of its fields may go"
+    )
+    newest = filled(kind)
+    if "protocol_version" in fields:
+        newest = msgspec.structs.replace(newest, protocol_version=OLDEST_VERSION)
+    assert encode_for(OLDEST_VERSION, newest) == bytes.fromhex(KEPT[name]["frame"])
+
+
+def test_the_newest_version_gets_the_record_as_it_is() -> None:
+    info = filled(InstanceInfo)
+    assert encode_for(PROTOCOL_VERSION, info) == encode(info) != encode_for(OLDEST_VERSION, info)
+    assert read(InstanceInfo, encode(info)) == info
+
+
+def test_views_for_an_older_reader_have_members_that_it_reads() -> None:
+    info = filled(InstanceInfo)
+    for message in (ClusterView(1, 2, (info, info)), ViewChange(1, 2, 1, joined=(info,))):
+        frame = encode_for(OLDEST_VERSION, message)
+        members = msgspec.msgpack.decode(frame)["instances" if isinstance(message, ClusterView) else "joined"]
+        assert set(members[0]) == set(KEPT["InstanceInfo"]["fields"])
+
+
+@pytest.mark.parametrize("kind", [Join, KVArgsRegisterInfo])
+def test_a_record_names_the_version_that_its_frame_has(kind: type[Wire]) -> None:
+    frame = encode_for(OLDEST_VERSION, msgspec.structs.replace(filled(kind), protocol_version=PROTOCOL_VERSION))
+    assert msgspec.msgpack.decode(frame)["protocol_version"] == OLDEST_VERSION
+
+
+@pytest.mark.parametrize("kind", OF_ANY_VERSION, ids=lambda kind: kind.__name__)
+def test_what_is_sent_to_anyone_is_the_same_in_all_versions(kind: type[Wire]) -> None:
+    record = filled(kind)
+    assert encode_for(OLDEST_VERSION, record) == encode(record)
