@@ -23,7 +23,16 @@ import msgspec
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
-from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback, same_host, with_router
+from chitu.config.topology import (
+    SECTIONS,
+    find_instance,
+    host_names,
+    instances,
+    is_loopback,
+    routers,
+    same_host,
+    with_router,
+)
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
 from chitu.launch.host import NodeOptions, run_node
@@ -102,7 +111,7 @@ def _join_as(
     url: str,
 ) -> int:
     topology = by_name(topology, url)
-    topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
+    topology = grown(topology, known, options.role, rank, own_address(routers(topology)), options.devices)
     with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:
         file = Path(folder) / "topology.yaml"
         file.write_text(dump_topology(topology), encoding="utf-8")
@@ -188,8 +197,19 @@ def _host_index(topology: Topology, role: Role, rank: int) -> int:
     return host_names(topology).index(same_host(host))
 
 
-def own_address(router: RouterConfig) -> str:
-    """Return this machine's address towards the router. Raise ConfigError if its coordination port is unreachable."""
+def own_address(known: Sequence[RouterConfig]) -> str:
+    """Return this machine's address towards the first of these routers whose coordination port it reaches, as another
+    one may be about to start again. Raise ConfigError, of the first one's, if it reaches none."""
+    errors = []
+    for router in known:
+        try:
+            return _address_towards(router)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _address_towards(router: RouterConfig) -> str:
     host, port = router.host, router.pd_disaggregation.coordination_port
     try:
         with contextlib.closing(socket.create_connection((host, port), CONNECT_TIMEOUT_S)) as connection:

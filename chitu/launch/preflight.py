@@ -21,7 +21,7 @@ import msgspec
 
 from chitu.config.schema import Topology
 from chitu.config.staging import protocol_of
-from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback, listening_host
+from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback
 from chitu.engine.lanes import lane_problems
 from chitu.engine.memory_budget import (
     available_cpu_bytes,
@@ -120,7 +120,8 @@ def look_at_ports(topology: Topology, host: str) -> list[Bind]:
 def _address(topology: Topology, key: str, host: str) -> str:
     """Return the address at which a process on `host` listens."""
     if key == HTTP_PORT:
-        return listening_host(topology.dp_config.router)
+        given = topology.dp_config.router.http_host
+        return host if given is None else given  # each router of several has its own
     return inside_address(host) if "_schedulers." in key and not is_loopback(host) else host
 
 

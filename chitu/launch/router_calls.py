@@ -21,7 +21,7 @@ from chitu.config.load import api_key, cluster_key, reached_hosts
 from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback, routers
 from chitu.errors import ConfigError, Internal
-from chitu.launch.router_client import RouterClient
+from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.client import NETWORK_ERRORS, Server
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
@@ -32,6 +32,8 @@ from chitu.types import Role
 
 POLL_S = 0.2
 LINGER_MS = 500
+AWAY_S = 30.0
+"""Time for which a drain waits for a router that is away: it may start again, or another one has the name."""
 
 
 def credential(url: str) -> str | None:
@@ -57,8 +59,8 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
     """Drain instances, all at once. Return once they have left the cluster (`wait`), or once the router sends them
     nothing new.
 
-    The drain continues if the wait is interrupted. Raise UnknownInstance, LastInstance (without `force`), and the
-    errors of `RouterClient`.
+    The drain continues if the wait is interrupted, and the wait if the router starts again meanwhile. Raise
+    UnknownInstance, LastInstance (without `force`), and the errors of `RouterClient`.
     """
     left = {}
     for name in map(str.upper, names):
@@ -66,7 +68,7 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
         say(f"{name} drains: it gets no new requests, finishes its own, and leaves")
     shown: dict[str, int] = {}
     while wait and left:
-        snapshot = client.cluster()
+        snapshot = _cluster_of(client)
         for name, incarnation in list(left.items()):
             instance = _find(snapshot, name)
             if instance is None or instance.incarnation != incarnation:
@@ -79,6 +81,18 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
                 shown[name] = count
                 say(f"{name}: {count} requests left")
         if left:
+            time.sleep(POLL_S)
+
+
+def _cluster_of(client: RouterClient) -> ClusterSnapshot:
+    """Return the cluster as the router sees it. Raise RouterUnreachable if none has answered for `AWAY_S`."""
+    end_s = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return client.cluster()
+        except RouterUnreachable:
+            if time.monotonic() >= end_s:
+                raise
             time.sleep(POLL_S)
 
 
@@ -101,7 +115,7 @@ def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str],
     (own,) = launchers
     secrets = derive(own.cluster_key)
     client = RouterClient(own.url, secrets.token if secrets is not None else api_key())
-    up = [instance for instance in client.cluster().instances if instance.status != "down"]
+    up = [instance for instance in _cluster_of(client).instances if instance.status != "down"]
     present = {instance.home or instance.name: instance.name for instance in up}  # it may have another role now
     names = [present[name] for name in own.instances if name in present]
     for name in own.instances:

@@ -20,6 +20,7 @@ from chitu.launch.preflight import (
     Level,
     gpu_transfer_findings,
     look_at_model,
+    look_at_ports,
     memory_findings,
     port_findings,
     transport_findings,
@@ -63,6 +64,14 @@ def test_every_port_that_is_listened_on_is_looked_at() -> None:
     http = topology.dp_config.router.port
     assert {7000, 7002, 7004, http, http + 1, http + 2, http + 3} <= {*ports} and ports.count(http) == 1
     assert sum(key.endswith("_schedulers.0.port") for key, _, _ in bound_ports(topology)) == 2
+
+
+def test_each_of_several_routers_looks_at_its_own_address() -> None:
+    """The first one's is not the second machine's."""
+    topology = local("dp_config.router.hosts=[192.0.2.1, 127.0.0.2]", "dp_config.router.port=0")
+    assert {(bind.host, bind.error) for bind in look_at_ports(topology, "127.0.0.2")} == {("127.0.0.2", "")}
+    (api,) = (bind for bind in look_at_ports(topology, "192.0.2.1") if bind.key == "dp_config.router.port")
+    assert (api.host, bool(api.error)) == ("192.0.2.1", True)
 
 
 def test_a_sound_model_has_a_hash_and_a_length() -> None:
