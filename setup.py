@@ -74,6 +74,10 @@ setup(
             "setuptools>=70.1",
             "opentelemetry-sdk>=1.27",
             "opentelemetry-exporter-otlp-proto-http>=1.27",
+            # For deploy/: Helm's own library, Kubernetes' schemas, those of compose files.
+            "helm-python-sdk>=0.2.2",
+            "kubernetes-validate>=1.37",
+            "compose-spec>=0.2.1",
         ],
     },
     entry_points={"console_scripts": ["chitu=chitu.cli:main"]},

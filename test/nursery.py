@@ -49,6 +49,7 @@ SPACE = "CHITU_TEST_SPACE"
 SPACE_BYTES = 1 << 16
 """Bytes of this room, and of that in the nursery's arguments for those of a child."""
 TORCHRUN = "torch.distributed.run"
+_OWN_HOSTS = ("unshare", "--mount", "bash", "-c", 'mount --bind "$1" /etc/hosts && exec "${@:2}"', "-")
 IMPORTED = (
     "torch",
     "chitu.serve.scheduler",
@@ -83,13 +84,14 @@ class _Request(msgspec.Struct):
 class Nursery:
     """A process that has imported everything and forks the processes that tests ask for."""
 
-    def __init__(self, preload: str) -> None:
-        """Start the nursery. `preload` is the LD_PRELOAD of it and all its children; empty for none."""
+    def __init__(self, preload: str, hosts: Path | None = None) -> None:
+        """Start the nursery. `preload` is the LD_PRELOAD of it and all its children; empty for none. They see
+        `hosts` in place of /etc/hosts; it may change later."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
         parent = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, " " * SPACE_BYTES],
+            [*((*_OWN_HOSTS, str(hosts)) if hosts else ()), sys.executable, __file__, " " * SPACE_BYTES],
             stdin=theirs,
             env={**os.environ, SPACE: " " * SPACE_BYTES, PRELOAD: preload},
             preexec_fn=lambda: die_with_parent(parent),

@@ -187,7 +187,7 @@ def test_a_node_starts_while_the_names_of_others_have_no_address(model: Path, tm
 
 
 def test_pods_start_in_any_order_and_each_is_drained_by_its_hook(model: Path, tmp_path: Path) -> None:
-    """The commands of docs/kubernetes.md; each host has its own temporary folder, as a container has."""
+    """The commands of the chart; each host has its own temporary folder, as a container has."""
     with Network(["router", "prefill", "decode"]) as network, ExitStack() as stack:
         url = f"http://{network.address('router')}:21003"
 

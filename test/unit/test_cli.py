@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,15 +14,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import yaml
 from support.clock import FakeClock
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.cli import main
-from chitu.cli.arguments import make_parser
 from chitu.cli.unknown_options import INSTANCES, KEYS
 from chitu.config.key_paths import known_keys
-from chitu.config.load import load_topology
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import Unauthorized
 from chitu.http.wire.access import Access
@@ -233,18 +229,6 @@ def test_a_terminal_without_utf_8_costs_no_output(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert main(["plan", "--model", str(tmp_path), "model.served_name=fuchs-ü"]) == 0
     assert rb"fuchs-\xfc" in raw.getvalue()
-
-
-def test_the_commands_of_the_manifest_in_the_documents_are_valid() -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
-    (manifest,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "kind: Deployment" in block]
-    (router,), (decode,) = [one["spec"]["template"]["spec"]["containers"] for one in yaml.safe_load_all(manifest)]
-    for words in (router["command"], decode["command"], decode["lifecycle"]["preStop"]["exec"]["command"]):
-        assert words[0] == ".venv/bin/chitu"
-        rest = make_parser()[0].parse_known_args(words[1:])[1]
-        assert all("=" in word for word in rest), rest  # keys behind an option, as `commands.py` takes them
-    topology = load_topology("router_alone", [word for word in router["command"] if "=" in word])
-    assert (topology.log.dir, topology.dp_config.probe_port) == ("-", decode["readinessProbe"]["httpGet"]["port"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.helm_chart import rendered
 from test_metrics import full_report
 
 from chitu.http.fleet.metrics_text import render_metrics
@@ -20,7 +21,6 @@ from chitu.http.fleet.metrics_text import render_metrics
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "chitu-alerts.yml"
 BOARD = ROOT / "deploy" / "grafana" / "chitu.json"
-SCALERS = ROOT / "deploy" / "keda" / "chitu-scaledobjects.yml"
 SLURM = ROOT / "deploy" / "slurm" / "balance_command.sh"
 KNOWN = set(re.findall(r"^\| `(chitu_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
 """Metrics of the document; `test_metrics.py` compares the document with what is served."""
@@ -56,12 +56,14 @@ def test_each_alert_fires_for_its_fault_and_none_without_one(promtool: str, tmp_
 
 
 def scalers() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(SCALERS.read_text()))
+    return [one for one in rendered(keda={"enabled": True}) if one["kind"] == "ScaledObject"]
 
 
 def scaler_queries() -> list[str]:
-    in_comment = re.findall(r"^# (sum.*)$", SCALERS.read_text(), re.MULTILINE)
-    return [t["metadata"]["query"] for one in scalers() for t in one["spec"]["triggers"]] + in_comment
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    in_docs = re.findall(r"`(sum\(max by \(role\) \(chitu_wanted.*?\)\))`", text)
+    assert len(in_docs) == 1
+    return [trigger["metadata"]["query"] for one in scalers() for trigger in one["spec"]["triggers"]] + in_docs
 
 
 def test_the_queries_of_board_and_scalers_are_queries(promtool: str, tmp_path: Path) -> None:
@@ -86,18 +88,17 @@ def test_metrics_are_named_as_prometheus_wants_them(promtool: str) -> None:
     run(promtool, "check", "metrics", stdin=body.decode())
 
 
-def test_each_scaler_has_its_deployment_and_its_wish() -> None:
-    deployments = set(re.findall(r"metadata: {name: (chitu-\w+)}", (ROOT / "docs" / "kubernetes.md").read_text()))
-    assert "chitu-decode" in deployments
+def test_each_scaler_has_its_wish() -> None:
     for one in scalers():
-        role = one["metadata"]["name"].removeprefix("chitu-")
-        assert one["spec"]["scaleTargetRef"]["name"] in deployments | {"chitu-prefill"}  # "the same with `prefill`"
+        role = one["metadata"]["name"].removeprefix("serve-chitu-")
         (trigger,) = one["spec"]["triggers"]
-        assert trigger["metadata"]["query"] == f'max(chitu_wanted_instances{{role="{role}"}})'
+        assert trigger["metadata"]["query"] == f'max(chitu_wanted_instances{{role="{role}",namespace="llm"}})'
         # One replica for each that is wanted; and a router that is away asks for nothing, rather than for none.
         assert trigger["metricType"] == "AverageValue" and trigger["metadata"]["threshold"] == "1"
         assert trigger["metadata"]["ignoreNullValues"] == "false"
-    assert [one["metadata"]["name"] for one in scalers()] == ["chitu-prefill", "chitu-decode"]
+    assert [one["metadata"]["name"] for one in scalers()] == ["serve-chitu-prefill", "serve-chitu-decode"]
+    (router,) = (one for one in rendered(keda={"enabled": True}) if one["kind"] == "StatefulSet")
+    assert "dp_config.router.balance=advise" in router["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 @pytest.mark.parametrize(
