@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Create .venv with what chitu needs to run; --dev also installs what its tests need (tools, a browser, Slurm, QEMU,
-# NIXL, promtool).
+# NIXL, promtool); --gpu installs for GPUs where there is none, as an image is built.
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
 # Requires Python 3.11 to 3.14 (Mooncake: to 3.13, with CUDA 13 to 3.14) and pip's package index.
 set -euo pipefail
@@ -13,12 +13,14 @@ left_out=$(mktemp)
 trap 'sed "s/^/setup: /" "$left_out" >&2; rm -f "$left_out"' EXIT
 leave_out() { printf '%s\n' "$*" >>"$left_out"; } # said at the end, where it is seen
 
-level=run
-case "$*" in
-    '') ;;
-    --dev) level=dev ;;
-    *) fail "unknown argument $*: there is only --dev" ;;
-esac
+level=run for_gpu=""
+for argument; do
+    case "$argument" in
+        --dev) level=dev ;;
+        --gpu) for_gpu=yes ;;
+        *) fail "unknown argument $argument: there are only --dev and --gpu" ;;
+    esac
+done
 
 # ------------------------------------------------------------------------------------------------------------- python
 python_ok() { # from 3.11, up to 3.$2
@@ -27,7 +29,7 @@ python_ok() { # from 3.11, up to 3.$2
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
 has_gpu() { # or .venv was created on a node with one
-    grep -qs ' gpu$' .venv/chitu-setup.stamp || command -v nvidia-smi >/dev/null || has_cuda_torch "$1"
+    [ -n "$for_gpu" ] || grep -qs ' gpu$' .venv/chitu-setup.stamp || command -v nvidia-smi >/dev/null || has_cuda_torch "$1"
 }
 
 find_python() {
