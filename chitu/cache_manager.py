@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from chitu.errors import Capacity, Internal
+from chitu.kv_cache.kv_events import KVEventLog
 from chitu.kv_cache.page_allocator import PageAllocator
 from chitu.kv_cache.prefix_index import PageKeys, PrefixIndex
 from chitu.kv_cache.state_row import StateSlots
@@ -59,6 +60,8 @@ class PagedKVCacheManager:
         self.on_cached: Callable[[Sequence[bytes], int, Sequence[int]], None] | None = None
         """Called with pages new to the cache: the keys of a sequence's first pages, the position of the first new one,
         and the new pages."""
+        self.events: KVEventLog | None = None
+        """Notes which keys enter and leave the cache; None: nobody asks."""
         self.hit_tokens = 0
         """Prompt tokens that rooms found in the cache since the start."""
         self.evictions = 0
@@ -100,7 +103,10 @@ class PagedKVCacheManager:
             raise Capacity(f"{missing} pages wanted, {self.num_available_pages} of {self.num_pages} are available")
         short = missing - self.allocator.num_free
         if short > 0:
-            self.allocator.release(self._index.evict(short))
+            gone: list[bytes] | None = None if self.events is None else []
+            self.allocator.release(self._index.evict(short, gone))
+            if self.events is not None and gone:
+                self.events.removed(gone)
             self.evictions += short
         pages = self.allocator.reserve(missing, after=table[-1] if table else -1)
         self._rooms.setdefault(room, found).table.extend(pages)
@@ -166,13 +172,13 @@ class PagedKVCacheManager:
         return self._fingerprint is not None
 
     def page_keys(
-        self, cache_salt: str, adapter_hash: str = "", images: Sequence[tuple[int, bytes]] = ()
+        self, cache_salt: str, adapter_hash: str = "", images: Sequence[tuple[int, bytes]] = (), adapter: str = ""
     ) -> PageKeys | None:
-        """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`, `images`: see
+        """Return the keys for the pages of one sequence; None if nothing is cached. Other arguments: see
         `PageKeys.of`."""
         if self._fingerprint is None:
             return None
-        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash, self._epoch, images)
+        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash, self._epoch, images, adapter)
 
     def accepts(self, keys: PageKeys | None) -> TypeGuard[PageKeys]:
         """Return whether pages are found and cached under these keys. Those from before a flush are not accepted: their
@@ -233,13 +239,17 @@ class PagedKVCacheManager:
         pinned, num_full = found.pinned, num_tokens // self.page_size
         if num_full <= len(pinned):
             return
-        names, num_known = keys.upto(num_full, token_ids), len(pinned)
+        names, num_known, new = keys.upto(num_full, token_ids), len(pinned), list[int]()
         for position in range(num_known, num_full):
             own = found.table[position]
             known = self._index.add(names[position], own)
             if known != own:
                 self._pin([known])
+            elif self.events is not None:
+                new.append(position)
             pinned.append(known)
+        if self.events is not None and new:
+            self.events.stored(keys, names, new, token_ids)
         if self.on_cached is not None and not is_copy:
             self.on_cached(names, num_known, pinned[num_known:])
 
@@ -264,6 +274,8 @@ class PagedKVCacheManager:
         self._epoch += 1
         if self.states is not None:
             self.states.drop_all()
+        if self.events is not None:
+            self.events.cleared()
         dropped = self._index.flush()
         if dropped:
             self.allocator.release(dropped)

@@ -2,9 +2,9 @@
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
 (copies between pool and host memory, if `cache.host_bytes` is set), `images` (files and patches of images, if the model
-has vision) and `heartbeat` (lease and load). The main thread builds everything, then waits for a signal. Ports are
-bound before the model loads, so a clash is found within a second. The instance joins the router after the warm-up, so
-no request arrives before it can be served.
+has vision), `kv-events` (if it publishes them) and `heartbeat` (lease and load). The main thread builds everything,
+then waits for a signal. Ports are bound before the model loads, so a clash is found within a second. The instance joins
+the router after the warm-up, so no request arrives before it can be served.
 
 What the process is to others is a `_Life`: role, rank and incarnation, with the composition that serves them. It ends
 with the process, or when the instance changes its role. Then the next one begins over the same engine, sockets and
@@ -203,6 +203,8 @@ class PDSchedulerService:
             ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
         self._engine.tiers.start(ServiceThread)
+        if self._engine.events is not None:
+            self._engine.events.start(ServiceThread)
         if self._images is not None:
             self._images.start()
         self._life.transfer.start()
@@ -224,6 +226,8 @@ class PDSchedulerService:
             self._images.close()
         for thread in threads:
             thread.join(timeout=2.0)
+        if self._engine.events is not None:
+            self._engine.events.close()
         self._engine.tiers.close()  # its copies may need the lanes to other ranks
         self._life.transfer.close()
         if step.is_alive():

@@ -89,6 +89,19 @@ class StoreConfig(Section, frozen=True):
     such as `mooncake_client`."""
 
 
+class KVEventsConfig(Section, frozen=True):
+    """KV events of the instances with a `kv_events_port`: what enters and leaves their prefix caches, in vLLM's format.
+    Whoever reads them reads the tokens of all requests (docs/gateway.md)."""
+
+    encoding: Literal["map", "array"] = "map"
+    """Form of each event: `map`, as vLLM from 0.24 on; `array`, for readers of earlier ones."""
+    topic: str = "kv@{host}:{port}@{model}"
+    """Topic of all messages, with these names replaced: `{host}` and `{port}` where the instance takes requests,
+    `{name}` (P0, ...), and `{model}`, the name in the API. llm-d reads the pod and the model from this form."""
+    replay_messages: Positive = 1000
+    """Messages, the newest, that readers can have again; each takes some 40 KB at most."""
+
+
 class CacheConfig(Section, frozen=True):
     page_size: Positive = 16
     """Tokens per page."""
@@ -112,6 +125,7 @@ class CacheConfig(Section, frozen=True):
     slower call is not used for a while."""
     disk: DiskConfig = field(default_factory=DiskConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    events: KVEventsConfig = field(default_factory=KVEventsConfig)
     num_aux_slots: Positive | None = None
     """Number of logits rows for requests between P and D; unset: 2 x max_running_requests."""
     window_state: bool = False
@@ -298,6 +312,11 @@ class InstanceConfig(Section, frozen=True):
     port: Port = 0
     """Port on which it receives requests. Of a group that of its first member, the next ones follow; 0: any free
     ones."""
+    kv_events_port: Port = 0
+    """Port at which others read what enters and leaves its prefix cache (`cache.events`); 0: none. Of a group that of
+    its first member, the next ones follow."""
+    kv_events_replay_port: Port = 0
+    """Port at which they get missed messages again; 0: none. Of a group as above."""
     hosts: tuple[str, ...] = ()
     """Hosts of a group, in place of `host`: an equal number of its members is on each, the first ones on the first."""
     rendezvous_port: Port = 0

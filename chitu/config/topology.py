@@ -26,6 +26,7 @@ SECTIONS = {
     Role.ENCODE: "encode_schedulers",
 }
 API_PORT = "dp_config.router.port"
+EVENT_PORTS = ("kv_events_port", "kv_events_replay_port")
 BODY_BYTES, BODY_BYTES_WITH_IMAGES = 2 << 20, 32 << 20
 """`router.max_body_bytes`, if it is unset, without and with a model that sees images."""
 PORT_STEP = 2
@@ -68,8 +69,12 @@ class Instance:
 
     @property
     def port_key(self) -> str:
-        """Path of its port; that of a further member names the distance."""
-        return f"{self.key}.port" + (f" (+{self.data_rank})" if self.data_rank else "")
+        """Path of its port."""
+        return self.key_of("port")
+
+    def key_of(self, port: str) -> str:
+        """Return the path of one of its ports; that of a further member names the distance."""
+        return f"{self.key}.{port}" + (f" (+{self.data_rank})" if self.data_rank else "")
 
 
 class Group(NamedTuple):
@@ -149,8 +154,8 @@ def _of_member(config: InstanceConfig, data_rank: int) -> InstanceConfig:
     if config.dp_size == 1:
         return config if host == config.host else msgspec.structs.replace(config, host=host)
     devices = _devices_of(config, data_rank, 1)
-    port = config.port + data_rank if config.port else 0
-    return msgspec.structs.replace(config, host=host, port=port, devices=devices)
+    ports = {key: port + data_rank if (port := getattr(config, key)) else 0 for key in ("port", *EVENT_PORTS)}
+    return msgspec.structs.replace(config, host=host, devices=devices, **ports)
 
 
 def _devices_of(config: InstanceConfig, data_rank: int, num_members: int) -> tuple[str, ...]:
@@ -388,6 +393,9 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
             yield f"{API_PORT} (+{place + 1}, of one router alone)", each.host, own_api_port(router, index)
     for instance in instances(topology):
         yield instance.port_key, instance.config.host, instance.config.port
+        for key in EVENT_PORTS:
+            if port := getattr(instance.config, key):
+                yield instance.key_of(key), instance.config.host, port
     for group in groups(topology):
         if group.is_part:
             yield f"{group.key}.rendezvous_port", group.config.hosts[0], group.config.rendezvous_port

@@ -104,6 +104,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from transport_problems(topology.dp_config.router.pd_disaggregation)
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
+    yield from _event_problems(topology)
     yield from _size_problems(topology)
     yield from _tier_problems(topology)
     yield from _folder_problems(topology)
@@ -300,6 +301,22 @@ def _port_problems(topology: Topology) -> Iterator[str]:
             yield f"{key} would be port {port}, and ports end at {MAX_PORT}"
         elif port and (other := used.setdefault((host, port), key)) != key:
             yield f"{key} and {other} are both port {port} on {host}: give one of them another port, or 0"
+
+
+def _event_problems(topology: Topology) -> Iterator[str]:
+    """Check what publishes KV events."""
+    for group in groups(topology):
+        port, replay_port = group.config.kv_events_port, group.config.kv_events_replay_port
+        if replay_port and not port:
+            yield f"{group.key}.kv_events_replay_port is {replay_port}, but kv_events_port is 0: nothing is published"
+        if port and group.role is Role.ENCODE:
+            yield f"{group.key}.kv_events_port is {port}, but an E has no prefix cache: leave the key out"
+        elif port and not topology.cache.prefix_cache:
+            yield f"{group.key}.kv_events_port is {port}, but cache.prefix_cache is off: there is nothing to publish"
+    try:
+        topology.cache.events.topic.format(host="", port=0, name="", model="")
+    except (LookupError, ValueError) as error:
+        yield f"cache.events.topic has a name in braces other than host, port, name and model ({error})"
 
 
 def _size_problems(topology: Topology) -> Iterator[str]:

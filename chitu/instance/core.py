@@ -27,6 +27,7 @@ from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import WeightsKeeper
+from chitu.kv_cache.kv_events import KVEventFeed
 from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.layout import MetadataBuffers
@@ -43,6 +44,8 @@ class LoadedEngine:
     """Aux slots; by default none, with which no logits can be handed over."""
     tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
     """Tiers behind the prefix cache."""
+    events: KVEventFeed | None = None
+    """Publishes what enters and leaves the cache; None: nobody asks."""
     states: StateSlots = field(default_factory=StateSlots)
     """State rows; none if the model has no recurrent state."""
     grammars: GrammarStore | None = None

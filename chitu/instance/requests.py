@@ -410,6 +410,9 @@ class RequestArrivals:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         adapter, adapter_hash = self._adapters.get(options.adapter, NO_ADAPTER)
         salt, images = options.cache_salt, () if head.images and _wrong_images(head) else head.images
+        keys = None
+        if salt is not None:
+            keys = self._cache.page_keys(salt, adapter_hash, page_marks(images), options.adapter)
         sequence = Sequence(
             head,
             queue_order(arrival_s, self._count, options.priority, most_s),
@@ -419,7 +422,7 @@ class RequestArrivals:
             stop_ids,
             images=self._resources.images.images_of(images),
             prompt=PromptProgress(PromptOutput() if head.num_emitted else asked, early=self._early_of(message)),
-            holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash, page_marks(images))),
+            holds=Holdings(keys),
         )
         if isinstance(message, SampledRequest):
             sequence.output.group = message.token_group

@@ -28,7 +28,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import msgspec
@@ -74,6 +74,10 @@ class PageKeys:
     """That of the cache which they were made for (`PagedKVCacheManager.accepts`)."""
     marks: Mapping[int, bytes] = field(default_factory=dict)
     """By page: what rows of images that begin in it add to its key."""
+    adapter: str = ""
+    """Name of the LoRA adapter, for readers of KV events; keys are made with its hash."""
+    is_salted: bool = False
+    """Whether `root` is the hash of a `cache_salt`, too."""
     _keys: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -85,16 +89,18 @@ class PageKeys:
         adapter_hash: str = "",
         epoch: int = 0,
         images: Sequence[tuple[int, bytes]] = (),
+        adapter: str = "",
     ) -> PageKeys:
-        """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter. `images`: `page_marks` of the
-        sequence's images."""
+        """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter, as is its name `adapter`.
+        `images`: `page_marks` of the sequence's images."""
         person = bytes.fromhex(adapter_hash)
         root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint, person=person).digest()
-        return cls(root, page_size, epoch, marks_by_block(images, page_size) if images else {})
+        marks = marks_by_block(images, page_size) if images else {}
+        return cls(root, page_size, epoch, marks, adapter, bool(cache_salt))
 
     def copy(self) -> PageKeys:
         """Return a copy for a sequence that begins with the same tokens."""
-        return PageKeys(self.root, self.page_size, self.epoch, self.marks, list(self._keys))
+        return replace(self, _keys=list(self._keys))
 
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
         """Return the keys of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are those of the
@@ -225,8 +231,8 @@ class PrefixIndex:
                 idle.append(page)
         return idle, dropped
 
-    def evict(self, count: int) -> list[int]:
-        """Evict `count` idle pages, or all if there are fewer. Return them."""
+    def evict(self, count: int, keys: list[bytes] | None = None) -> list[int]:
+        """Evict `count` idle pages, or all if there are fewer. Return them, and add their keys to `keys`."""
         evicted = []
         for _ in range(min(count, self.num_idle)):
             page = self._next[self._head]
@@ -235,6 +241,8 @@ class PrefixIndex:
             key = self._keys[page]
             if key is not None:
                 self._evicted[key] = None
+                if keys is not None:
+                    keys.append(key)
             self._unlink(page)
             self._forget(page)
             evicted.append(page)

@@ -21,7 +21,7 @@ import msgspec
 
 from chitu.config.schema import Topology
 from chitu.config.staging import protocol_of
-from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback
+from chitu.config.topology import EVENT_PORTS, Instance, bound_ports, inside_address, instances_on, is_loopback
 from chitu.engine.lanes import lane_problems
 from chitu.engine.memory_budget import (
     available_cpu_bytes,
@@ -276,7 +276,8 @@ def preflight(
     """Run all checks for the processes of the topology on this machine, its `host`. `cards` has the bytes of each of
     its GPUs, if known. `names` limits the checks to these processes."""
     here = [item for item in instances_on(topology, host) if names is None or item.name in names]
-    others = {item.port_key for item in instances_on(topology, host) if item not in here}
+    absent = [item for item in instances_on(topology, host) if item not in here]
+    others = {item.key_of(port) for item in absent for port in ("port", *EVENT_PORTS)}
     has_router = names is None or any(map(is_router, names))
     binds = look_at_ports(topology, host)
     yield from port_findings(b for b in binds if b.key not in others and (has_router or "_schedulers." in b.key))

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.kv_cache.kv_events import KVEventFeed
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.state_row import StateSlots
@@ -219,6 +221,7 @@ def _build(
     tier_file = -1
     if has_tiers(topology, instance):
         tiers, tier_file = _build_tiers(topology, instance, pool, cache, waker, fan_out)
+    events = _event_feed(topology, instance, cache)
     if rank.weights is not None:
         rank.weights.fingerprint = partial(_fingerprint_of, topology, instance, pool.layout)
         rank.weights.wake = waker.wake
@@ -230,6 +233,7 @@ def _build(
         cache,
         MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers),
         tiers,
+        events,
         StateSlots(pool.num_state_slots),
         rank.grammars,
         prepare_step_thread=rank.prepare_thread,
@@ -371,6 +375,29 @@ def _build_tiers(
     file = shared_file("chitu-tiers", config.host_bytes, "cache.host_bytes, for all ranks")
     step_s = topology.dp_config.router.pd_disaggregation.deadlines.step_s
     return build(file, partial(TPPageCopies, fan_out, timeout_s=step_s)), file
+
+
+def _event_feed(topology: Topology, instance: Instance, cache: PagedKVCacheManager) -> KVEventFeed | None:
+    """Return what publishes the instance's KV events, after which `cache` notes them; None if it has no port."""
+    config, model, keys = instance.config, topology.model, topology.cache.events
+    if not config.kv_events_port:
+        return None
+    name = model.served_name or Path(model.path).name
+    try:
+        feed = KVEventFeed(
+            inside_address(config.host),
+            config.kv_events_port,
+            config.kv_events_replay_port,
+            topic=keys.topic.format(host=config.host, port=config.port, name=instance.name, model=name),
+            page_size=cache.page_size,
+            data_rank=instance.data_rank,
+            encoding=keys.encoding,
+            most_kept=keys.replay_messages,
+        )
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{instance.key}.kv_events_port: cannot listen on {error}") from error
+    cache.events = feed.log
+    return feed
 
 
 def _choices_at_once(num_slots: int, num_state_slots: int) -> int:
