@@ -205,7 +205,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
     command.add_argument("--seed", type=int, default=0)
 
-    command = commands.add_parser("size", help="say how many P and D a load needs, by simulation of the real scheduler")
+    command = commands.add_parser(
+        "size", help="say how many P, D and E a load needs, by simulation of the real scheduler"
+    )
     command.add_argument("--slo", required=True, metavar="ttft=S,tpot=S", help="seconds to token 1 and between tokens")
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
     command.add_argument(
@@ -230,6 +232,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         metavar="X",
         help="share of drafted tokens that are right (default: 0, nothing is drafted)",
     )
+    command.add_argument(
+        "--images", metavar="COUNT:ROWS", help="images in a request and tokens of each, on top of its prompt: 0.5:2040"
+    )
+    command.add_argument(
+        "--encode-rate", type=float, metavar="X", help="rows a second of an E or a P, in place of the profile's"
+    )
+    command.add_argument("--encoders", type=int, metavar="N", help="number of E (default: the best one)")
     command.add_argument("--poisson", action="store_true", help="Poisson arrivals in place of the trace's own gaps")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of Poisson arrivals (default: 0)")
     command.add_argument("--plot", metavar="FILE.png", help="file for a plot of goodput over rate")

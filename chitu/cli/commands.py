@@ -387,6 +387,9 @@ def _size(arguments: argparse.Namespace) -> int:
         plot=arguments.plot,
         is_json=arguments.json,
         draft_acceptance=arguments.draft_acceptance,
+        images=arguments.images,
+        encode_rate=arguments.encode_rate,
+        encoders=arguments.encoders,
     )
     say = functools.partial(print, file=sys.stderr, flush=True)
     return size(options, Console(width=None if sys.stdout.isatty() else 120), say)

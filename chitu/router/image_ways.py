@@ -7,8 +7,9 @@ each image, because it knows of all that they have to do, and for whom.
 * **An E** is done when what waits there (its report, or what was sent there since, if that is more) and this image are
   encoded at its measured rate, and the features were moved over that link. An image that it has already is only moved.
   What it does while the prompt waits to be computed, and while the text before the first image is, delays nobody.
-* **Encoding by itself** takes an instance the time of the image at its own rate, which this prompt waits for, and the
-  next one too. So E are passed over only where they take longer than both: if all are full.
+* **Encoding by itself** takes an instance the time of the image at its own rate, which this prompt waits for, and all
+  others there, at least the next one. So E are passed over only where they take longer than all of that: if all are
+  full.
 * **Choice**: the E that is done first, so one that has the image, else the least loaded one; among equal ones the one
   that a hash of the image's key prefers, so that an image that comes again finds its features.
 
@@ -85,6 +86,7 @@ def plan_images(
     missing = [image for image in images if image.end > num_cached and not own.has(image.key)]
     if not missing:
         return NO_PLAN
+    num_others = max(1, computes.own.prompts)
     ahead_s, text = computes.queue_s(now_s), max(0, missing[0].start - num_cached)
     before_s = computes.prompt_s(text, num_cached) if text else 0.0
     named: dict[bytes, int] = {}
@@ -95,7 +97,7 @@ def plan_images(
         rows = image.num_rows
         itself_s = (own_rows + rows) * own_row_s
         best, done_s = _first_done(image, encoders, ahead_s)
-        if best is None or done_s - before_s > itself_s + rows * own_row_s:
+        if best is None or done_s - before_s > itself_s + num_others * rows * own_row_s:
             named[image.key], own_s, own_rows = NO_ENCODER, itself_s, own_rows + rows
             continue
         named[image.key], late_s = best.rank, max(late_s, done_s - before_s)

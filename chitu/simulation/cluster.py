@@ -29,6 +29,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     Drain,
     Heartbeat,
+    ImagePart,
     InstanceInfo,
     Join,
     Leave,
@@ -36,10 +37,12 @@ from chitu.protocol import (
     RequestFailed,
     SamplingParams,
     ViewMessage,
+    image_key,
     scheduler_codec,
 )
 from chitu.router.candidates import InstanceKey
 from chitu.router.generation import GenerateRequest, Generation
+from chitu.simulation.encoders import SimulatedEncoder
 from chitu.simulation.events import Events
 from chitu.simulation.group import SimulatedGroup
 from chitu.simulation.instance import SimulatedInstance
@@ -82,6 +85,7 @@ class SimulatedRequest:
     num_attempts: int = 0
     router: int = 0
     """Index of the router that has it."""
+    images: tuple[ImagePart, ...] = ()
     generation: Generation | None = None
 
     @property
@@ -114,6 +118,8 @@ class Arrival(msgspec.Struct, frozen=True):
     prompt: bytes | int
     """Tokens (int32 LE), or how many there are of a prompt that shares nothing with others."""
     max_tokens: int
+    image_rows: tuple[int, ...] = ()
+    """Feature rows of its images, which nobody has seen before: the last tokens of the prompt but one."""
 
 
 class SimulatedCluster:
@@ -129,10 +135,11 @@ class SimulatedCluster:
         *,
         routers: int = 1,
         tick_s: float = TICK_S,
+        encode: int = 0,
     ) -> None:
         """Make a cluster of so many instances, each of as many members as its profile says, which have joined all
         `routers` by the moment 0. `profile` and `scheduler`: of all instances, or by role. `on_end` is called with each
-        request that is over."""
+        request that is over. `encode`: number of E."""
         self.events = Events()
         self.clock = self.events.clock
         self.at = self.events.at
@@ -170,6 +177,12 @@ class SimulatedCluster:
         """By index; None: it has ended."""
         for index in range(routers):
             self.start_router(index)
+        self.encoders: list[SimulatedEncoder] = []
+        self._num_images = itertools.count()
+        beat_s = self.deadlines.heartbeat_interval_s
+        for rank in range(encode):
+            known = self._profiles[Role.ENCODE]
+            self.encoders.append(SimulatedEncoder(self, rank, self.new_incarnation(), known, beat_s))
         for role, rank in list(self._places):
             if rank % sizes[role] == 0:
                 self.start(role, rank)
@@ -185,10 +198,14 @@ class SimulatedCluster:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, at_s: float, prompt: bytes | int, max_tokens: int, router: int = 0) -> SimulatedRequest:
-        """Let a request arrive at a router at a time. `prompt`: its tokens (int32 LE), or how many there are."""
+    def submit(
+        self, at_s: float, prompt: bytes | int, max_tokens: int, router: int = 0, image_rows: tuple[int, ...] = ()
+    ) -> SimulatedRequest:
+        """Let a request arrive at a router at a time. `prompt`: its tokens (int32 LE), or how many there are, with
+        those of its images (`Arrival.image_rows`)."""
         num_tokens = prompt if isinstance(prompt, int) else len(prompt) // 4
-        request = SimulatedRequest(at_s, num_tokens, max_tokens, router=router)
+        images = self._images(num_tokens, image_rows) if image_rows else ()
+        request = SimulatedRequest(at_s, num_tokens, max_tokens, router=router, images=images)
         self._num_due += 1
         self.at(at_s, self._arrive, request, prompt)
         return request
@@ -201,7 +218,7 @@ class SimulatedCluster:
             arrival = next(rest, None)
             self._num_due -= 1
             if arrival is not None:
-                self.submit(arrival.at_s, arrival.prompt, arrival.max_tokens)
+                self.submit(arrival.at_s, arrival.prompt, arrival.max_tokens, image_rows=arrival.image_rows)
                 self._num_due += 1
                 self.at(arrival.at_s, follow)
 
@@ -223,6 +240,7 @@ class SimulatedCluster:
             return
         sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
         asked = GenerateRequest("", token_ids, request.prompt_tokens, sampling, wake_per_token=False)
+        asked.images = request.images
         try:
             request.generation = router.requests.add_request(asked, partial(self._look, request))
         except ChituError as error:
@@ -231,6 +249,26 @@ class SimulatedCluster:
     def _refuse(self, request: SimulatedRequest, error: ChituError) -> None:
         request.error, request.is_rejected = error.code, True
         self._over(request)
+
+    def _images(self, num_tokens: int, image_rows: tuple[int, ...]) -> tuple[ImagePart, ...]:
+        """Return new images at the end of a prompt."""
+        images, start = [], num_tokens - sum(image_rows) - 1
+        for rows in image_rows:
+            key = image_key(next(self._num_images).to_bytes(8, "little"), b"simulated")
+            images.append(ImagePart(key, ((start, rows, 0),)))
+            start += rows
+        return tuple(images)
+
+    @property
+    def asked_encoders(self) -> SimulatedCluster | None:
+        """This, if there are E that a P may ask (`TimedWorld`)."""
+        return self if self.encoders else None
+
+    def tell_routers(self, message: Join | Heartbeat) -> None:
+        """Take what an E says (`EncoderWorld`)."""
+        for router in filter(None, self.routers):
+            take = router.take_stats if isinstance(message, Heartbeat) else router.take_coordination
+            self.at(self.clock.now_s + self.network.message_s, take, message)
 
     def _own_prompt(self, num_tokens: int) -> bytes:
         return struct.pack("<i", next(self._prompts)) + bytes(4 * (num_tokens - 1))

@@ -65,6 +65,8 @@ class LaunchedStep(NamedTuple):
     load: StepLoad
     step: TimedStep
     layers: Sequence[Moment]
+    image_rows: int = 0
+    """Feature rows that it encodes before all else."""
 
 
 class Together(Protocol):
@@ -155,12 +157,14 @@ class TimedExecutor:
         guesses = {slot: self._guess(kv_len[slot]) for slot in slots} if self.info.guesses else {}
         step = TimedStep(self._clock, math.nan, StepResult(slots, tokens, drafts=guesses))
         layers = [] if on_layer is None else [Moment(self._clock, math.nan) for _ in range(self.info.num_layers)]
-        launched = LaunchedStep(StepLoad(prompt_tokens, pairs, rows, context_tokens), step, layers)
+        image_rows = sum(len(image.rows) // 4 for image in plan.encode)
+        launched = LaunchedStep(StepLoad(prompt_tokens, pairs, rows, context_tokens), step, layers, image_rows)
         if self._together is not None:
             self._together.on_launch(self, launched)
         else:
             start_s = max(self._clock.monotonic() + self._profile.cost.turn_s, self._free_s)
-            self.settle(launched, start_s, self._profile.seconds([launched.load]) / self._speed())
+            seconds = self._profile.seconds([launched.load]) + self._profile.images.row_s * image_rows
+            self.settle(launched, start_s, seconds / self._speed())
         if on_layer is not None:
             for layer, moment in enumerate(layers):
                 on_layer(layer, moment)

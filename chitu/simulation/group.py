@@ -103,7 +103,9 @@ class SimulatedGroup:
         """Say how long the step takes that the members have launched in this turn, and to each what the others
         compute."""
         steps = list(self._launched.values())
-        seconds = self._profile.seconds([step.load for step in steps]) / min(member.speed for member in members)
+        seconds = self._profile.seconds([step.load for step in steps])
+        seconds += self._profile.images.row_s * max(step.image_rows for step in steps)
+        seconds /= min(member.speed for member in members)
         begins_s = max(member.clock.monotonic() for member in members) + self._profile.cost.turn_s
         begins_s = max(begins_s, self._free_s)
         self._free_s = begins_s + seconds

@@ -15,7 +15,9 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, StepHandle
 from chitu.engine.weights_loader import ReadWeights
+from chitu.instance.build import Composition
 from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.instance.image_pulls import ImagePulls
 from chitu.kv_cache.aux_row import num_aux_rows
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManager
@@ -23,6 +25,7 @@ from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import InstanceInfo, KVLayout, RequestPortMessage
+from chitu.simulation.encoders import EncodedFeatures, EncoderWorld, PreparedAtOnce
 from chitu.simulation.engine import TimedExecutor, TimedStep
 from chitu.simulation.events import Events, InstanceClock
 from chitu.simulation.group import SimulatedGroup
@@ -49,6 +52,11 @@ class TimedWorld(World, Protocol):
     def receiver_of(self, incarnation: int) -> Receiving | None: ...
 
     def rate_to(self, source: int, target: int) -> float: ...
+
+    @property
+    def asked_encoders(self) -> EncoderWorld | None:
+        """The world of E, if there are any."""
+        ...
 
     def note_life(self, process: SimulatedProcess) -> None:
         """Note the incarnation of a process that has begun a life."""
@@ -113,7 +121,14 @@ class SimulatedInstance(SimulatedProcess):
         max_len = min(profile.max_model_len, profile.num_pages * profile.page_size)
         most_drafts = MAX_DRAFT if profile.draft_acceptance else 0
         facts = ExecutorInfo(
-            num_slots, max_len, ANY_TOKEN, num_layers, (), most_drafts=most_drafts, guesses=most_drafts
+            num_slots,
+            max_len,
+            ANY_TOKEN,
+            num_layers,
+            (),
+            most_drafts=most_drafts,
+            guesses=most_drafts,
+            image_rows=profile.images.region_rows,
         )
         self.group = group
         together = group if group is not None and group.steps_together else None
@@ -128,6 +143,7 @@ class SimulatedInstance(SimulatedProcess):
             [TimedTransport(incarnation)],
             port,
             overlap=profile.overlap,
+            images=PreparedAtOnce(self.wake),
         )
         tpot_s = world.config.slo.tpot_s
         settings = SchedulerSettings(
@@ -144,6 +160,7 @@ class SimulatedInstance(SimulatedProcess):
             num_pages=profile.num_pages,
             roles=() if role is Role.UNIFIED else (Role.PREFILL, Role.DECODE),
             group=None if group is None else group.place(incarnation),
+            image_port=0 if world.asked_encoders is None else port,
         )
         if group is not None:
             group.members.append(self)
@@ -153,6 +170,15 @@ class SimulatedInstance(SimulatedProcess):
         # Heartbeats of different processes are spread.
         self.due_s = self.clock.monotonic() + self.deadlines.heartbeat_interval_s * (incarnation * 0.381966 % 1.0)
         self.beat_soon()
+
+    def _compose(self, info: InstanceInfo) -> Composition:
+        composition, world = super()._compose(info), self.world.asked_encoders
+        if info.role is Role.PREFILL and world is not None:
+            features, place = EncodedFeatures(world, self.wake), (info.engine_rank, info.incarnation)
+            most_rows = self.core.settings.config.max_batched_tokens
+            gate = self.core.sequences.resources.images
+            gate.pulls = ImagePulls(features, features.aux, place, self.deadlines, most_rows, self.clock)
+        return composition
 
     def _own_clock(self) -> InstanceClock:
         return self._own

@@ -20,6 +20,7 @@ from chitu.errors import ChituError, RoleChanged, TransferFailed
 from chitu.instance.build import Composition, build_decode, build_prefill, build_unified
 from chitu.instance.contacts import Contacts, SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.image_source import ImageSource, NoImages
 from chitu.instance.requests import FailureReports
 from chitu.instance.role_change import QUIET_S, ChangeStep, RoleChange, next_life
 from chitu.instance.sequences import Inbox
@@ -102,6 +103,8 @@ class Hardware:
     page_sums: PageSums | None = None
     state_seals: StateSeals | None = None
     overlap: bool = False
+    images: ImageSource | None = None
+    """None: a prompt with images ends with an error."""
 
 
 class _Wake(Waker):
@@ -155,6 +158,7 @@ class SimulatedProcess:
             self._make_tokens(info.incarnation),
             self._report_failure,
             self.clock,
+            image_source=hardware.images or NoImages(),
             inbox=Inbox(_Wake(self)),
         )
         self.core.weights.on_news = self._on_weights

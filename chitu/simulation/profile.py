@@ -85,6 +85,17 @@ class LinkCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message between router and instance, or between P and D."""
 
 
+class ImageCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What images take. An image is counted in feature rows: the tokens that it takes in a prompt."""
+
+    row_s: float = 0.0
+    """Seconds of a row on an E, and on an instance that encodes its images itself; 0: not measured."""
+    row_bytes: float = 8192.0
+    """Bytes of a row, on their way from an E to a P."""
+    region_rows: int = 16384
+    """Rows that an E, and a P, have for features (`cache.image_rows`)."""
+
+
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An instance of `dp_size` members, which have `tp_size` devices each. `cost` and all sizes are of one member."""
 
@@ -122,6 +133,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a step is launched before the one before is read (`scheduler.overlap`)."""
     draft_acceptance: float = 0.0
     """Share of drafted tokens that are right (`chitu_draft_tokens_total`); 0: nothing is drafted."""
+    images: ImageCost = ImageCost()
     measured: dict[str, Any] = {}
     """Where the numbers come from: machine, commit, error of the fit."""
 
@@ -169,9 +181,9 @@ def read_profile(path: str | Path) -> EngineProfile:
         raise ConfigError(f"{path} is no engine profile (`chitu bench profile` makes one): {error}") from error
     if profile.version != VERSION:
         raise ConfigError(f"{path}: version is {profile.version}; this release reads {VERSION}: measure it again")
-    for part in (profile.cost, profile.link, profile.exchange):
+    for part in (profile.cost, profile.link, profile.exchange, profile.images):
         for key, value in msgspec.structs.asdict(part).items():
-            if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
+            if not 0 <= value < math.inf or (key in ("bytes_per_s", "region_rows") and not value):
                 raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
     for name in ("draft_acceptance", "expert_share"):
         if not 0 <= getattr(profile, name) < 1:

@@ -31,10 +31,11 @@ from chitu.launch.router_client import RouterClient
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.simulation.cluster import SimulatedCluster
-from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, write_profile
+from chitu.simulation.profile import EngineProfile, ImageCost, LinkCost, StepCost, write_profile
 from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import commit, machine
 from chitu.tools.bench.token_times import token_times_s
+from chitu.types import Role
 
 ROUNDS = 3
 GROUP_S = 8.0
@@ -103,7 +104,8 @@ def run_load(url: str, most_running: int, most_tokens: int) -> None:
 
 def profile_of(cluster: ClusterSnapshot, topology: Topology, name: str = "") -> EngineProfile:
     """Return what the instances report. Raises ConfigError if they have measured too little."""
-    up = [(instance, instance.load) for instance in cluster.instances if instance.load is not None]
+    there = [(instance, instance.load) for instance in cluster.instances if instance.load is not None]
+    up = [(instance, load) for instance, load in there if instance.role != Role.ENCODE]
     loads = [load for _, load in up]
     prompt = [load.rates for load in loads if load.rates.prompt_steps >= FEW_STEPS]
     decode = [load.rates for load in loads if load.rates.decode_steps >= FEW_STEPS]
@@ -144,6 +146,7 @@ def profile_of(cluster: ClusterSnapshot, topology: Topology, name: str = "") -> 
         max_batched_tokens=scheduler.max_batched_tokens,
         chunk_size=scheduler.chunk_size,
         overlap=bool(configs) and overlaps_steps(scheduler, config),
+        images=images_of(there),
         measured={
             "commit": commit(),
             "machine": machine(),
@@ -158,6 +161,19 @@ def _source(instance: InstanceSnapshot, load: LoadReport) -> dict[str, object]:
 
 def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def images_of(up: Sequence[tuple[InstanceSnapshot, LoadReport]]) -> ImageCost:
+    """Return what images took: on E, if there are any that encoded, else on whoever encoded them."""
+    rates = [(instance, load) for instance, load in up if load.image_load.row_s]
+    of_e = [(instance, load) for instance, load in rates if instance.role == Role.ENCODE]
+    cost = ImageCost(region_rows=max([ImageCost().region_rows, *(load.image_rows for _, load in up)]))
+    if rates:
+        cost = msgspec.structs.replace(cost, row_s=_median(load.image_load.row_s for _, load in of_e or rates))
+    for instance, _ in of_e:
+        if instance.layout is not None:
+            cost = msgspec.structs.replace(cost, row_bytes=float(sum(instance.layout.bytes_by_layer)))
+    return cost
 
 
 def link_of(loads: Sequence[LoadReport]) -> LinkCost:
@@ -189,6 +205,7 @@ def describe(profile: EngineProfile) -> str:
         f"{1e6 * cost.prompt_token_s:.3g} us a prompt token, {1e3 * cost.prefill_s:.3g} ms a step of prompts, "
         f"{1e3 * cost.decode_s:.3g} ms a step of decoding and {1e6 * cost.sequence_s:.3g} us a request in it, "
         f"{link.bytes_per_s / 1e9:.3g} GB/s, {1e3 * link.message_s:.3g} ms a message"
+        + (f", {1e6 * profile.images.row_s:.3g} us a row of an image" if profile.images.row_s else "")
     )
 
 

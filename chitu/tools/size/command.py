@@ -15,7 +15,7 @@ from chitu.errors import ConfigError
 from chitu.simulation.profile import EngineProfile, read_profile
 from chitu.tools.size import report
 from chitu.tools.size.search import Question, Shape, Slo, search
-from chitu.tools.size.workload import Workload, fixed, read_workload
+from chitu.tools.size.workload import Workload, fixed, read_images, read_workload
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +34,12 @@ class SizeOptions:
     plot: str | None = None
     is_json: bool = False
     draft_acceptance: float = 0.0
+    images: str | None = None
+    """`0.5:2040`, images in a request and rows of each."""
+    encode_rate: float | None = None
+    """Feature rows a second of an E, and of a P that encodes itself, in place of the profiles'."""
+    encoders: int | None = None
+    """Number of E; None: any."""
 
 
 def size(options: SizeOptions, console: Console, say: Callable[[str], None]) -> int:
@@ -50,10 +56,14 @@ def size(options: SizeOptions, console: Console, say: Callable[[str], None]) -> 
         drafting = {"draft_acceptance": options.draft_acceptance}
         profiles = {size: msgspec.structs.replace(profile, **drafting) for size, profile in profiles.items()}
     workload, is_poisson = _workload(options)
+    if options.images is not None:
+        workload, profiles = _with_images(options, workload, profiles)
+    elif options.encode_rate is not None or options.encoders is not None:
+        raise ConfigError("--encode-rate and --encoders are about images: give --images COUNT:ROWS")
     _check_fits(workload, profiles)
     if options.plot is not None:
         report.require_matplotlib()
-    question = Question(workload, slo, profiles, is_poisson, options.seed, say)
+    question = Question(workload, slo, profiles, is_poisson, options.seed, say, options.encoders)
     sizing = search(question, options.devices)
     if options.is_json:
         console.out(msgspec.json.encode(report.as_json(question, options.devices, sizing)).decode(), highlight=False)
@@ -102,6 +112,36 @@ def _workload(options: SizeOptions) -> tuple[Workload, bool]:
         raise ConfigError(f"--lengths is {options.lengths!r}; prompt and output tokens are expected, as in 1000:200")
     prompt, output = map(int, match.groups())
     return fixed(prompt, output, options.requests), True
+
+
+def _with_images(
+    options: SizeOptions, workload: Workload, profiles: dict[Shape, EngineProfile]
+) -> tuple[Workload, dict[Shape, EngineProfile]]:
+    """Return the load with its images, and the profiles with the rate that is given. Raises ConfigError if there is
+    none, or if an image does not fit."""
+    images, rate = read_images(options.images or ""), options.encode_rate
+    if options.encoders is not None and options.encoders < 0:
+        raise ConfigError(f"--encoders is {options.encoders}; at least 0 is expected")
+    if rate is not None:
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"--encode-rate is {rate:g}; rows a second above 0 are expected")
+        given = {"row_s": 1 / rate}
+        profiles = {
+            shape: msgspec.structs.replace(profile, images=msgspec.structs.replace(profile.images, **given))
+            for shape, profile in profiles.items()
+        }
+    for profile in profiles.values():
+        if not profile.images.row_s:
+            raise ConfigError(
+                f"the profile {profile.name!r} has no time of images (images.row_s is 0): measure it while images are "
+                "served, or give --encode-rate ROWS_PER_SECOND"
+            )
+        if images.rows > profile.images.region_rows:
+            raise ConfigError(
+                f"--images: an image of {images.rows} rows; the profile {profile.name!r} has room for "
+                f"{profile.images.region_rows} (images.region_rows)"
+            )
+    return workload.with_images(images), profiles
 
 
 def _check_fits(workload: Workload, profiles: dict[Shape, EngineProfile]) -> None:

@@ -31,6 +31,7 @@ def as_json(question: Question, devices: int, sizing: Sizing) -> dict[str, Any]:
             "recorded_rate": question.workload.rate,
             "mean_prompt_tokens": question.workload.mean_prompt,
             "mean_output_tokens": question.workload.mean_output,
+            "mean_image_rows": question.workload.mean_image_rows,
         },
         "devices": devices,
         "best": _trial(best),
@@ -53,6 +54,8 @@ def _trial(trial: Trial) -> dict[str, Any]:
         "prefill": split.prefill,
         "decode": split.decode,
         "unified": split.unified,
+        "encode": split.encode,
+        "images_encoded_by_e": trial.by_encoders,
         "prefill_tp": split.prefill_shape.tp,
         "decode_tp": split.decode_shape.tp,
         "prefill_dp": split.prefill_shape.dp,
@@ -81,8 +84,11 @@ def show(question: Question, devices: int, sizing: Sizing, console: Console) -> 
     table = Table(title=f"{devices} devices")
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index == 0 else "right")
+    if workload.mean_image_rows:
+        table.add_column("E", justify="right")
     for trial in sorted(sizing.tried, key=lambda trial: trial.rate, reverse=True):
-        table.add_row(*_row(trial, best))
+        of_e = [f"{trial.busy['E']:.0%}"] if trial.rate and "E" in trial.busy else []
+        table.add_row(*_row(trial, best), *of_e)
     console.print(table)
     console.print(f"take {best.split.name}: {best.rate:.3g} requests/s within the SLO. What limits: {sizing.limit}.")
     if best.is_short:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -65,14 +65,21 @@ class Split(NamedTuple):
     prefill_shape: Shape = Shape()
     decode_shape: Shape = Shape()
     """Also of unified instances."""
+    encode: int = 0
+    """E, which have a device each."""
 
     @property
     def devices(self) -> int:
-        return self.prefill * self.prefill_shape.devices + (self.decode + self.unified) * self.decode_shape.devices
+        return (
+            self.encode
+            + self.prefill * self.prefill_shape.devices
+            + (self.decode + self.unified) * self.decode_shape.devices
+        )
 
     @property
     def name(self) -> str:
-        pair = (self.prefill, "P", self.prefill_shape), (self.decode, "D", self.decode_shape)
+        of_e = self.encode, "E", Shape()
+        pair = of_e, (self.prefill, "P", self.prefill_shape), (self.decode, "D", self.decode_shape)
         parts = (*pair, (self.unified, "U", self.decode_shape))
         return "".join(f"{n}{letter}" + (f"({shape})" if shape.devices > 1 else "") for n, letter, shape in parts if n)
 
@@ -103,6 +110,8 @@ class Trial:
     """Share of the time in which steps run, by role letter; `link`: in which KV leaves a P."""
     waiting: dict[str, float] = field(default_factory=dict)
     """Mean number of requests that wait on an instance, by role letter."""
+    by_encoders: int = 0
+    """Images that E encoded; P encoded the rest."""
     running: float = 0.0
     """Mean number of requests that run on a D or a unified instance."""
     pages: float = 0.0
@@ -160,6 +169,8 @@ class Question:
     is_poisson: bool = False
     seed: int = 0
     say: Callable[[str], None] = lambda text: None
+    encode: int | None = None
+    """Number of E of all splits; None: any."""
 
     # --------------------------------------------------------------------------------------------------------- limits
 
@@ -190,14 +201,16 @@ class Question:
     def estimate(self, split: Split, cached_share: float = 0.0) -> float:
         """Return about how many requests a second a split serves, from the mean request alone."""
         prompt, output = self.workload.mean_prompt, self.workload.mean_output
-        prompt_s = self.prompt_s(
-            split.prefill_shape if split.prefill else split.decode_shape, prompt * (1 - cached_share)
-        )
+        shape = split.prefill_shape if split.prefill else split.decode_shape
+        images_s = self.workload.mean_image_rows * self.profiles[shape].images.row_s
+        prompt_s = self.prompt_s(shape, prompt * (1 - cached_share)) + (0.0 if split.encode else images_s)
         batch, profile = self.max_running(split.decode_shape), self.profiles[split.decode_shape]
         batch = max(1, min(batch, int(profile.num_pages * profile.page_size / (prompt + output))))
         answer_s = output * profile.token_s(batch, prompt + output / 2) / batch
         prefill, decode = split.prefill * split.prefill_shape.dp, split.decode * split.decode_shape.dp
         pairs = min(prefill / max(prompt_s, 1e-9), decode / max(answer_s, 1e-9))
+        if split.encode and images_s:  # what E cannot take P encodes, but then its prompts wait
+            pairs = min(pairs, split.encode / images_s)
         return pairs + split.unified * split.decode_shape.dp / (prompt_s + answer_s)
 
     # ---------------------------------------------------------------------------------------------------------- trials
@@ -249,13 +262,14 @@ class Question:
             pd_disaggregation=msgspec.structs.replace(config.pd_disaggregation, deadlines=deadlines),
         )
         return SimulatedCluster(
-            {Role.PREFILL: prefill, Role.DECODE: decode, Role.UNIFIED: decode},
+            {Role.PREFILL: prefill, Role.DECODE: decode, Role.UNIFIED: decode, Role.ENCODE: prefill},
             split.prefill,
             split.decode,
             split.unified,
             config,
             {Role.PREFILL: of_prefill, Role.DECODE: of_decode, Role.UNIFIED: of_decode},
             on_end,
+            encode=split.encode,
         )
 
     def _num_overdue(self, cluster: SimulatedCluster) -> int:
@@ -327,6 +341,9 @@ class _Watch:
             senders = [instance.sender for instance in those if instance.sender is not None]
             if senders:
                 trial.busy["link"] = sum(sender.busy_s for sender in senders) / len(senders) / elapsed_s
+        if encoders := self._cluster.encoders:
+            trial.busy["E"] = sum(each.busy_s for each in encoders) / len(encoders) / elapsed_s
+            trial.by_encoders = sum(each.num_images for each in encoders)
         trial.waiting = {letter: total / looks for letter, total in self._waiting.items()}
         trial.running, trial.pages = self._running / looks, self._pages / looks
 
@@ -356,24 +373,36 @@ class Sizing:
     """At twice the rate, without and with `max_queue_s`."""
 
 
-def splits(devices: int, shapes: list[Shape]) -> Iterator[Split]:
-    """Yield the splits that use all devices, or as many as instances of these shapes can."""
-    for decode_shape in shapes:
-        if devices >= decode_shape.devices:
-            yield Split(0, 0, devices // decode_shape.devices, decode_shape, decode_shape)
-        for prefill_shape in shapes:
-            for prefill in range(1, devices // prefill_shape.devices + 1):
-                decode = (devices - prefill * prefill_shape.devices) // decode_shape.devices
-                if decode:
-                    yield Split(prefill, decode, 0, prefill_shape, decode_shape)
+def splits(devices: int, shapes: list[Shape], encode: Sequence[int] = (0,)) -> Iterator[Split]:
+    """Yield the splits that use all devices, or as many as instances of these shapes can, with each of these numbers
+    of E. Unified instances encode their images themselves."""
+    for num_encode in encode:
+        rest = devices - num_encode
+        for decode_shape in shapes:
+            if rest >= decode_shape.devices and not num_encode:
+                yield Split(0, 0, rest // decode_shape.devices, decode_shape, decode_shape)
+            for prefill_shape in shapes:
+                for prefill in range(1, rest // prefill_shape.devices + 1):
+                    decode = (rest - prefill * prefill_shape.devices) // decode_shape.devices
+                    if decode > 0:
+                        yield Split(prefill, decode, 0, prefill_shape, decode_shape, num_encode)
+
+
+def _numbers_of_e(question: Question, devices: int) -> Sequence[int]:
+    """Return how many E to try."""
+    if question.encode is not None:
+        return (question.encode,)
+    return range(max(1, devices - 1)) if question.workload.mean_image_rows else (0,)
 
 
 def search(question: Question, devices: int) -> Sizing:
     """Return the split of so many devices with the highest goodput. Raises ConfigError if none keeps the SLO."""
-    found = sorted(splits(devices, sorted(question.profiles)), key=question.estimate, reverse=True)
+    shapes, encode = sorted(question.profiles), _numbers_of_e(question, devices)
+    found = sorted(splits(devices, shapes, encode), key=question.estimate, reverse=True)
     if not found:
         least = min(shape.devices for shape in question.profiles)
-        raise ConfigError(f"{devices} devices are too few: an instance of the given profiles has {least}")
+        beside = f", and {question.encode} E one each, beside a P and a D" if question.encode else ""
+        raise ConfigError(f"{devices} devices are too few: an instance of the given profiles has {least}{beside}")
     tried: dict[Split, Trial] = {}
     best = tried[found[0]] = question.max_rate(found[0])
     likely = _likeliest(found)
@@ -387,7 +416,9 @@ def search(question: Question, devices: int) -> Sizing:
         )
     finding = Sizing(best, list(tried.values()), _limit(question, best))
     finding.max_running = question.max_running(best.split.decode_shape)
-    finding.more = [_more(question, best, split) for split in _one_more(best.split)]
+    finding.more = [
+        _more(question, best, split) for split in _one_more(best.split, bool(question.workload.mean_image_rows))
+    ]
     _set_limits(question, finding)
     return finding
 
@@ -405,14 +436,16 @@ def _better(question: Question, split: Split, best: Trial) -> Trial:
 
 
 def _neighbours(split: Split, found: list[Split]) -> list[Split]:
-    """Return the splits with one P more or less."""
+    """Return the splits with one P, or one E, more or less."""
     sizes = split.prefill_shape, split.decode_shape
     return [
         other
         for other in found
         if other.prefill
         and (other.prefill_shape, other.decode_shape) == sizes
-        and abs(other.prefill - split.prefill) == 1
+        and abs(other.prefill - split.prefill) <= 1
+        and abs(other.encode - split.encode) <= 1
+        and other != split
     ]
 
 
@@ -428,10 +461,11 @@ def _likeliest(found: list[Split]) -> list[Split]:
     return likely
 
 
-def _one_more(split: Split) -> list[Split]:
+def _one_more(split: Split, has_images: bool) -> list[Split]:
     if split.unified:
         return [split._replace(unified=split.unified + 1)]
-    return [split._replace(prefill=split.prefill + 1), split._replace(decode=split.decode + 1)]
+    of_e = [split._replace(encode=split.encode + 1)] if has_images else []
+    return [split._replace(prefill=split.prefill + 1), split._replace(decode=split.decode + 1), *of_e]
 
 
 def _more(question: Question, best: Trial, split: Split) -> Trial:
@@ -445,7 +479,12 @@ def _limit(question: Question, best: Trial) -> str:
     busy, waiting = trial.busy, trial.waiting
     split, slo, requests = trial.split, question.slo, question.workload.requests
     shape, computed = split.prefill_shape if split.prefill else split.decode_shape, 1 - trial.cached_share
-    too_long = sum(question.prompt_s(shape, computed * request.prompt_tokens) > slo.ttft_s for request in requests)
+    row_s = question.profiles[shape].images.row_s
+    alone_s = (
+        question.prompt_s(shape, computed * request.prompt_tokens) + row_s * sum(request.image_rows)
+        for request in requests
+    )
+    too_long = sum(seconds > slo.ttft_s for seconds in alone_s)
     if too_long > LONG_SHARE * (1 - slo.share) * len(requests):
         share = too_long / len(requests)
         return (
@@ -454,6 +493,9 @@ def _limit(question: Question, best: Trial) -> str:
     if trial.slow > trial.late_first:
         of = "chunks of prompts lengthen the steps of decoding" if trial.split.unified else "its batch is too large"
         return f"{'U' if trial.split.unified else 'D'}: tokens come too slowly ({trial.running:.0f} run at once; {of})"
+    if busy.get("E", 0.0) > BUSY:
+        num_images = sum(len(request.image_rows) for request in requests)
+        return f"E: images wait, they encode {busy['E']:.0%} of the time ({trial.by_encoders} of {num_images} images)"
     if busy.get("link", 0.0) > BUSY:
         return f"the link: KV leaves P {busy['link']:.0%} of the time"
     if trial.split.unified:

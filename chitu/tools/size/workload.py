@@ -9,12 +9,14 @@ which prompts begin alike.
 from __future__ import annotations
 
 import bisect
+import math
 import random
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +25,8 @@ from chitu.simulation.cluster import Arrival
 
 BLOCK_TOKENS = 512
 """Tokens of a block of `hash_ids`."""
+MAX_IMAGES = 64
+"""Most images of a request."""
 MAX_TOKENS = 1 << 22
 """Longest prompt or answer that a line may have: longer ones are damage."""
 
@@ -35,13 +39,37 @@ class Request(msgspec.Struct, frozen=True):
     output_tokens: int
     blocks: tuple[int, ...] = ()
     """Ids of the prompt's blocks; empty if it shares nothing."""
+    image_rows: tuple[int, ...] = ()
+    """Feature rows of its images, which are the last of the prompt tokens but one."""
 
     def prompt(self) -> bytes | int:
         """Return tokens that are equal where the blocks are (int32 LE), or their number."""
         if not self.blocks:
             return self.prompt_tokens
         tokens = b"".join(struct.pack("<i", block) * BLOCK_TOKENS for block in self.blocks)
-        return tokens[: 4 * self.prompt_tokens]
+        num_text = self.prompt_tokens - sum(self.image_rows)
+        return tokens[: 4 * num_text] + bytes(4 * sum(self.image_rows))
+
+
+class Images(NamedTuple):
+    """Images of a load."""
+
+    per_request: float
+    rows: int
+    """Feature rows of each: the tokens that it takes in a prompt."""
+
+
+def read_images(text: str) -> Images:
+    """Return the images of `0.5:2040`: so many in a request, of so many rows. Raises ConfigError for any other
+    spelling."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?):(\d+)", text)
+    found = Images(float(match[1]), int(match[2])) if match else Images(0.0, 0)
+    if not (0 < found.per_request <= MAX_IMAGES and 0 < found.rows <= MAX_TOKENS):
+        raise ConfigError(
+            f"--images is {text!r}; images in a request (up to {MAX_IMAGES}) and tokens of an image are expected, as "
+            "in 0.5:2040"
+        )
+    return found
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,7 +103,23 @@ class Workload:
                 at_s += rng.expovariate(rate)
             else:
                 at_s = (request.at_s - self.requests[0].at_s) * scale
-            yield Arrival(at_s, request.prompt(), request.output_tokens)
+            yield Arrival(at_s, request.prompt(), request.output_tokens, request.image_rows)
+
+    @property
+    def mean_image_rows(self) -> float:
+        """Feature rows of a request."""
+        return sum(sum(request.image_rows) for request in self.requests) / len(self.requests)
+
+    def with_images(self, images: Images) -> Workload:
+        """Return the same requests with new images, spread evenly, whose rows come on top of their prompts."""
+        requests, given = [], 0
+        for number, request in enumerate(self.requests, 1):
+            count = math.floor(number * images.per_request + 1e-9) - given
+            given += count
+            rows = (images.rows,) * count
+            more = request.prompt_tokens + sum(rows)
+            requests.append(msgspec.structs.replace(request, prompt_tokens=more, image_rows=rows))
+        return Workload(tuple(requests), f"{self.name}, {images.per_request:g} images of {images.rows} rows")
 
 
 def fixed(prompt_tokens: int, output_tokens: int, count: int) -> Workload:
