@@ -60,7 +60,9 @@ class SimulatedEncoder:
         self._world, self._cost, self._beat_s = world, profile.images, beat_s
         layout = features_of(profile)
         host, length = "simulated", profile.max_model_len
-        self.info = InstanceInfo(Role.ENCODE, rank, incarnation, host, 1, 1, layout, length, incarnation)
+        self.info = InstanceInfo(
+            *(Role.ENCODE, rank, incarnation, host, 1, 1, layout, length, incarnation), protocol=PROTOCOL_VERSION
+        )
         self.store = FeatureStore(profile.images.region_rows)
         self._moved_row_s = profile.images.row_bytes / profile.link.bytes_per_s
         self._meter = ImageMeter(world.clock)

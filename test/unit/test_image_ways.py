@@ -22,6 +22,7 @@ from chitu.protocol import (
     ANY_ENCODER,
     MAX_REPORTED_KEYS,
     NO_ENCODER,
+    PROTOCOL_VERSION,
     REPORTED_KEY_BYTES,
     ClusterView,
     ImageLoad,
@@ -188,10 +189,10 @@ def test_text_names_nobody_and_sends_what_it_did() -> None:
 
 def test_both_halves_name_the_e_and_a_retry_chooses_again() -> None:
     world = World(Role.PREFILL, Role.DECODE, Role.DECODE)
-    world.instances[0] = p = msgspec.structs.replace(world.instances[0], image_port=7)
+    world.instances[:] = [msgspec.structs.replace(each, protocol=PROTOCOL_VERSION) for each in world.instances]
+    world.instances[0] = msgspec.structs.replace(world.instances[0], image_port=7)
     world.instances.append(e := encoder(4))
-    for each in (p, e):
-        world.router.on_joined(each)
+    world.router.on_joined(e)
     world.router.on_view(ClusterView(1, 9, tuple(world.instances)))
     generation, room = world.add(images=(image(1, 0, 2),), files={key_of(1): b"one"})
     assert {half.head.encoders for half in world.sent_to(room).values()} == {(4,)}
