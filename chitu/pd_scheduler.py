@@ -320,6 +320,7 @@ class PDScheduler:
         self._planned_s = self._clock.monotonic()
         self._load.note_backlog(self._planned_s, is_full)
         plan.release.extend(self._resources.slots.take_releases())
+        self._images.end_plan(plan)
         return step
 
     # ------------------------------------------------------------------------------------------------- launch and read
@@ -341,7 +342,7 @@ class PDScheduler:
             self._sync_beside()
             step, handle = self._faults.repeat(step, error)
         work = self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
-        if step.plan.encode:
+        if step.plan.encode or step.plan.turn:
             work = None  # how long it takes says nothing of its rows
         return self._account(step, handle, self._planned_s, work)
 

@@ -17,7 +17,7 @@ and plans per thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,12 +72,25 @@ class ImageSpan(PlanPart, frozen=True):
 
 
 class EncodeImage(PlanPart, frozen=True):
-    """Computes the features of one image into rows of the feature region, before the step computes anything else."""
+    """Computes the features of one image into rows of the feature region, before the step computes anything else; or
+    begins to, if the plan has a `turn`."""
 
     patches: str
     """As in `PreparedImage`."""
     rows: bytes
     """A row for each feature row of the image, int32 LE."""
+
+
+class TowerTurn(PlanPart, frozen=True):
+    """Computes the vision tower up to a block (`blocks` of `of`), for all images that the newest plan with some in
+    `encode` named. With all blocks the features are in their rows. With none the images are given up."""
+
+    blocks: int
+    of: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.blocks >= self.of
 
 
 class Admit(PlanPart, frozen=True):
@@ -225,6 +238,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     keep_state: list[KeepState] = []
     restore: list[Restore] = []
     encode: list[EncodeImage] = []
+    """None while the tower computes others in turns."""
+    turn: list[TowerTurn] = []
+    """One at most. Without one, the images of `encode` are computed in this step, in one piece."""
     place: list[PlaceImage] = []
     first_tokens: list[FirstToken] = []
     prefill: list[PrefillChunk] = []
@@ -305,6 +321,21 @@ class DoneStep:
         return self.tokens
 
 
+class TowerCost(msgspec.Struct, frozen=True):
+    """About what a block of the vision tower costs, in tokens of a prompt: those whose layers multiply as many
+    numbers."""
+
+    blocks: int
+    row: float
+    """For each feature row of an image."""
+    square: float
+    """For each pair of rows of an image: they attend to each other."""
+
+    def tokens(self, counts: Iterable[int]) -> float:
+        """Return what a block costs for images with so many rows each."""
+        return sum([self.row * count + self.square * count * count for count in counts])
+
+
 class ExecutorInfo(msgspec.Struct, frozen=True):
     num_slots: int
     max_model_len: int
@@ -322,6 +353,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     """Whether it can sample tokens; False on a P that draws no first tokens."""
     image_rows: int = 0
     """Rows of the region for features of images; 0: the model has no vision here."""
+    tower: TowerCost | None = None
+    """None: the tower is computed in one piece only."""
     whole_images: bool = False
     """Whether a row of an image attends to all rows of it, so that no chunk may end inside one (Gemma 3)."""
     checks_rows: bool = False

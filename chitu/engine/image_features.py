@@ -6,16 +6,18 @@ in this process. Every rank of an instance reads it and computes all features: t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from safetensors.torch import load_file
 
 from chitu.engine.batch import upload_tensor
-from chitu.engine.executor import StepPlan
+from chitu.engine.executor import EncodeImage, StepPlan, TowerCost, TowerTurn
+from chitu.engine.tower_turns import TowerTurns
 from chitu.errors import Internal
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
-from chitu.models.model import Model, vision_of
+from chitu.models.model import AtBlock, Model, VisionTower, vision_of
 from chitu.ops.image_rows import ImageTable
 
 
@@ -40,15 +42,63 @@ def image_table(
     return ImageTable(tower.shape, num_rows, model.dtype, device, upload, region)
 
 
-def see(table: ImageTable | None, model: Model, plan: StepPlan) -> None:
-    """Compute the features of the plan's images into their rows, and note where slots find those of their spans. Raises
-    Internal if the model makes none, or if an image has another number of rows."""
+def tower_cost(model: Model) -> TowerCost | None:
+    """Return what a block of the model's tower costs; None without one."""
     tower = vision_of(model)
-    if table is None or tower is None:
-        raise Internal("this model sees no images")
-    counts = [len(table.numbers(each.rows)) for each in plan.encode]
-    if plan.encode:
-        features = tower.encode([load_file(each.patches) for each in plan.encode], counts, table.region.device)
-        table.write(zip((each.rows for each in plan.encode), features, strict=True))
-    for each in plan.place:
-        table.place(each.slot, each.index, each.rows)
+    return TowerCost(*tower.block_cost()) if tower is not None else None
+
+
+class ImageSteps:
+    """What the plans of a runner do with images. Step thread only."""
+
+    def __init__(self, table: ImageTable | None) -> None:
+        """`table`: None if the model sees none."""
+        self._table = table
+        self._turns: TowerTurns | None = None
+        """The images that the tower computes in turns."""
+
+    def see(self, model: Model, plan: StepPlan) -> None:
+        """Compute the features of the plan's images into their rows, or as much of that as the plan has a turn for, and
+        note where slots find those of their spans. Raises Internal if the model makes none, or if an image has another
+        number of rows. What raises gives up all images of the tower."""
+        if not (plan.encode or plan.turn or plan.place):
+            return
+        table, tower = self._table, vision_of(model)
+        if table is None or tower is None:
+            raise Internal("this model sees no images")
+        if plan.encode:
+            self.drop()
+            encode = partial(self._encode, table, tower, plan.encode)
+            if plan.turn:
+                self._turns = TowerTurns(encode, table.region.device)
+            else:
+                encode()
+        for turn in plan.turn:
+            self._advance(turn)
+        for each in plan.place:
+            table.place(each.slot, each.index, each.rows)
+
+    def drop(self) -> None:
+        """Give up what the tower computes in turns."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.drop()
+
+    def _advance(self, turn: TowerTurn) -> None:
+        if turn.blocks <= 0:
+            self.drop()
+            return
+        turns, self._turns = self._turns, None
+        if turns is None:
+            raise Internal(f"{turn}, but the vision tower has no images")
+        turns.advance(turn)
+        if not turn.is_last:
+            self._turns = turns
+
+    @staticmethod
+    def _encode(
+        table: ImageTable, tower: VisionTower, images: Sequence[EncodeImage], at_block: AtBlock | None = None
+    ) -> None:
+        counts = [len(table.numbers(each.rows)) for each in images]
+        features = tower.encode([load_file(each.patches) for each in images], counts, table.region.device, at_block)
+        table.write(zip((each.rows for each in images), features, strict=True))

@@ -33,7 +33,7 @@ from chitu.engine.executor import (
 )
 from chitu.engine.expert_group import ExpertGroup
 from chitu.engine.first_tokens import numbers_of
-from chitu.engine.image_features import see
+from chitu.engine.image_features import ImageSteps, tower_cost
 from chitu.engine.lanes import Lanes
 from chitu.engine.mtp import Forwarded, MtpDrafts
 from chitu.engine.pool_moves import PoolMoves
@@ -134,6 +134,7 @@ class ModelRunner:
         self._warmup_prompts = warmup_prompts
         self._experts = experts
         self._moves = PoolMoves(self._slots, pool)
+        self._images = ImageSteps(images)
         self._least_rows: int | None = None
         """Rows that a recording must have in the step that is being launched (`_recorded_rows`)."""
         self._drafts: dict[int, tuple[int, ...]] = {}
@@ -164,6 +165,7 @@ class ModelRunner:
             guesses=mtp_tokens if spec.has_draft_layer else 0,
             samples=sampler is not None,
             image_rows=images.num_rows if images is not None else 0,
+            tower=tower_cost(model) if images is not None else None,
             whole_images=images is not None and images.shape.whole_images,
             checks_rows=checks_rows,
         )
@@ -175,6 +177,7 @@ class ModelRunner:
     def change_model(self, model: Model) -> None:
         """Compute with the numbers of a model like the present one (`tensors.why_unlike`) from now on. No step is in
         flight. On a GPU, and with recorded steps, tensors stay where they are, and the numbers are copied there."""
+        self._images.drop()
         if self._graphs is None and self._device.type == "cpu":
             self._model = model
         else:
@@ -274,6 +277,7 @@ class ModelRunner:
                     self._mtp.warm_up(self._model, self._pool, self._graphs.decode_sizes)
 
     def forget(self, slots: Collection[int]) -> None:
+        self._images.drop()
         for slot in slots:
             self._slots.forget(slot)
             if self._mtp is not None:
@@ -289,8 +293,9 @@ class ModelRunner:
         return self._moves.saved_keys
 
     def close(self) -> None:
-        """Drop saved copies. The pool belongs to the service."""
+        """Drop saved copies, and what the tower computes. The pool belongs to the service."""
         self._moves.clear()
+        self._images.drop()
         if self._lanes is not None:
             self._lanes.close()
 
@@ -344,8 +349,7 @@ class ModelRunner:
             self._moves.drop(key)
         numbers = self._admit_all(plan)
         self._moves.move(plan)
-        if plan.encode or plan.place:
-            see(self._slots.images, self._model, plan)
+        self._images.see(self._model, plan)
         return numbers
 
     def _share(

@@ -13,6 +13,10 @@ placed in their order, and gives up the rows of each once these are computed, so
 without those for the first that it waits for. The most urgent prompt gets rows that no prompt has placed, then those of
 less urgent prompts, which have them encoded again; while one waits for rows, no less urgent one takes any.
 
+A large image, or several at once, are encoded in turns (`TowerBatch`): each costs about as much as a full chunk of a
+prompt, and is a part of a step that also has the chunks and decodes of others. Rows are placed when the tower begins,
+and read from the step on that has the last turn.
+
 Where there are E (`image_pulls.py`), they are asked before the source, and write features into rows that are lent to
 them.
 
@@ -35,7 +39,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.clock import Clock, RealClock
-from chitu.engine.executor import EncodeImage, ExecutorInfo, ImageSpan, PlaceImage, StepPlan
+from chitu.engine.executor import (
+    EncodeImage,
+    ExecutorInfo,
+    ImageSpan,
+    PlaceImage,
+    StepPlan,
+    TowerCost,
+    TowerTurn,
+)
 from chitu.errors import ChituError, Internal, TransferStalled
 from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_pulls import LENT_SHARE, ImagePulls, PullNews
@@ -71,13 +83,15 @@ class StoredImage:
     rows: NDArray[np.int32]
     """A row for each of its feature rows, in order."""
     pins: int = 0
-    """Prompts that have it placed."""
+    """Prompts that have it placed; and the tower, while it computes it."""
+    is_ready: bool = True
+    """Whether the next launched step may read its rows. Not before the last turn of the tower."""
 
 
 class FeatureStore:
-    """The rows of the feature region. An image is here from `reserve` on: the step that computes its features is the
-    next one launched. It is *pinned* by the prompts that have it placed; the others are kept for later prompts, and the
-    least recently used go first."""
+    """The rows of the feature region. An image is here from `reserve` on: the step that computes its features, or
+    begins to, is the next one launched. It is *pinned* by the prompts that have it placed, and by the tower; the others
+    are kept for later prompts, and the least recently used go first."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -182,7 +196,7 @@ class FeatureStore:
 @dataclass(slots=True, eq=False)
 class PromptImages:
     """The images of a sequence. Rows of those before `first` are computed, or in cached pages; the next ones are
-    `placed`, and chunks end before those behind."""
+    `placed`, and chunks end before those behind, and before one that is not ready."""
 
     parts: tuple[ImagePart, ...]
     """All, in order of position."""
@@ -208,6 +222,14 @@ class PromptImages:
         at = self.first + len(self.placed)
         return self.parts[at] if at < len(self.parts) else None
 
+    @property
+    def next_unready(self) -> ImagePart | None:
+        """The first whose features no step may read."""
+        for at, image in enumerate(self.placed, self.first):
+            if not image.is_ready:
+                return self.parts[at]
+        return self.next_missing
+
     def pass_computed(self, kv_len: int) -> list[StoredImage]:
         """Note that so many tokens need no computing. Return the images that were placed and whose rows are all among
         them."""
@@ -231,8 +253,8 @@ class PromptImages:
     def chunk_length(self, start: int, length: int, most: int) -> int:
         """Return how long a chunk from `start` may be that would have `length` tokens, and has at most `most`, if it
         has to reach the end of an image; 0: none can be computed now."""
-        if (missing := self.next_missing) is not None:
-            length = min(length, max(0, missing.start - start))
+        if (unready := self.next_unready) is not None:
+            length = min(length, max(0, unready.start - start))
         if self.is_whole and length:
             end = start + length
             for image in self.parts[self.first :]:
@@ -285,11 +307,40 @@ class AskedImage:
     tried: tuple[int, ...] = ()
     """Incarnations of the E that were asked for it."""
     num_unread: int = 0
-    """Steps that encode it and are not read."""
+    """Batches that encode it and whose last step is not read."""
     encoder: int = ANY_ENCODER
     """As in `RequestHead.encoders`."""
     is_own: bool = False
     """Whether this instance encodes it itself."""
+
+
+@dataclass(slots=True)
+class TowerBatch:
+    """Images that the tower computes together, in one step or in turns."""
+
+    cost: TowerCost | None
+    """None: in one step."""
+    images: list[StoredImage] = field(default_factory=list)
+    """Pinned ones, until the step that completes them is launched."""
+    encode: list[EncodeImage] = field(default_factory=list)
+    asked: list[AskedImage] = field(default_factory=list)
+    blocks: int = 0
+    """Blocks up to which the newest plan computes."""
+    is_complete: bool = False
+    """Whether that are all."""
+
+    def turns(self, most_tokens: int) -> list[TowerTurn]:
+        """Take the next turn, which costs about as much as so many tokens of a prompt at most, but is of one block at
+        least. Return none if the first one has all blocks."""
+        if self.cost is None:
+            self.is_complete = True
+            return []
+        is_first = not self.blocks
+        block = self.cost.tokens([len(image.rows) for image in self.images])
+        left = self.cost.blocks - self.blocks
+        self.blocks += max(1, left if block * left <= most_tokens else int(most_tokens / block))
+        self.is_complete = self.blocks >= self.cost.blocks
+        return [] if is_first and self.is_complete else [TowerTurn(self.blocks, self.cost.blocks)]
 
 
 class ImageGate:
@@ -311,14 +362,17 @@ class ImageGate:
         self.is_whole = info.whole_images
         self._source: ImageSource = source or NoImages()
         self._most_rows = most_rows
+        self._cost = info.tower
         self._silence_s = silence_s
         self._clock = clock or RealClock()
         self.waiting: dict[bytes, Request] = {}
         """Computing prompts with images that are not computed yet, by room."""
         self.asked: dict[bytes, AskedImage] = {}
         """Images that the source was asked for and that are not dropped, by key."""
-        self.encoding: list[AskedImage] = []
-        """Those that the newest plan encodes, until it is launched."""
+        self.batch: TowerBatch | None = None
+        """Those that the tower computes, until the step that completes them is launched."""
+        self._must_drop = False
+        """Whether the executor has a batch that was given up."""
         self._news_s = 0.0
         """When the source had something last."""
         self.num_encoded = 0
@@ -362,7 +416,18 @@ class ImageGate:
         if self.waiting.pop(sequence.room, None) is None:
             return
         self._unplace_all(sequence)
+        if self.batch is not None and all(image.pins == 1 for image in self.batch.images):
+            self._give_up_batch(self.batch)
         self._drop_unwanted()
+
+    def _give_up_batch(self, batch: TowerBatch) -> None:
+        """Have the tower stop. Nobody waits for its images, or they are of other weights."""
+        self.batch, self._must_drop = None, True
+        for image in batch.images:
+            self.store.discard(image)
+            self.store.unpin(image)
+        for asked in batch.asked:
+            asked.num_unread -= 1
 
     def _unplace_all(self, sequence: Request) -> None:
         assert sequence.images is not None
@@ -373,6 +438,8 @@ class ImageGate:
         """Drop all features: they are of other weights. Prompts have those that they need encoded again."""
         for sequence in self.waiting.values():
             self._unplace_all(sequence)
+        if self.batch is not None:
+            self._give_up_batch(self.batch)
         self.store.drop_all()
         self._note_load()
         if self.pulls is not None:
@@ -433,14 +500,36 @@ class ImageGate:
             if each.images is not None and any(image.key == key for image in each.images.missing)
         ]
 
-    def schedule(self, waiting: Sequence[Request], plan: StepPlan) -> None:
+    def schedule(self, waiting: Sequence[Request], plan: StepPlan, most_tokens: int) -> None:
         """Have images encoded and placed, and ask for those to come. `waiting`: the prompts of that name, the most
-        urgent first."""
-        self._place(waiting, plan)
+        urgent first. `most_tokens`: what a turn of the tower may cost, in tokens of a prompt."""
+        may_begin = self.batch is None
+        if self.batch is None:
+            self.batch = TowerBatch(self._cost)
+        batch = self.batch
+        self._place(waiting, plan, may_begin)
+        if not batch.images:
+            self.batch = None
+        elif not plan.turn and not batch.is_complete:
+            self._take_turn(batch, plan, most_tokens)
         self._ask(waiting)
 
-    def _place(self, waiting: Sequence[Request], plan: StepPlan) -> None:
-        most_rows, may_encode = self._most_rows, True
+    def _take_turn(self, batch: TowerBatch, plan: StepPlan, most_tokens: int) -> None:
+        """Have the plan compute the tower; the images that it completes may be read in the same step."""
+        plan.turn.extend(batch.turns(most_tokens))
+        for image in batch.images:
+            image.is_ready = batch.is_complete
+
+    def end_plan(self, plan: StepPlan) -> None:
+        """Have the tower stop, if it computes what was given up: another batch does that by itself."""
+        if self._must_drop and not plan.encode:
+            plan.turn.append(TowerTurn(0, 0))
+        self._must_drop = False
+
+    def _place(self, waiting: Sequence[Request], plan: StepPlan, may_encode: bool) -> None:
+        """Place images, and put into the batch those that are prepared, if they `may_encode`."""
+        most_rows, batch = self._most_rows, self.batch
+        assert batch is not None
         for number, sequence in enumerate(waiting, 1):
             images = sequence.images
             assert images is not None
@@ -450,18 +539,24 @@ class ImageGate:
                     asked = self.asked.get(part.key)
                     if asked is None or not asked.patches or not may_encode:
                         break
-                    if part.num_rows <= most_rows or not plan.encode:
+                    if part.num_rows <= most_rows or not batch.images:
                         image = self._reserve(part, waiting[number:])
                     if image is None:
                         may_encode = False
                         break
                     most_rows -= part.num_rows
-                    plan.encode.append(EncodeImage(asked.patches, image.rows.astype("<i4").tobytes()))
-                    self.encoding.append(asked)
-                    asked.num_unread += 1
+                    self._begin(batch, plan, image, asked)
                 self.store.pin(image)
                 for place, rows in images.place(image):
                     plan.place.append(PlaceImage(sequence.slot, place, rows))
+
+    def _begin(self, batch: TowerBatch, plan: StepPlan, image: StoredImage, asked: AskedImage) -> None:
+        self.store.pin(image)
+        batch.images.append(image)
+        batch.asked.append(asked)
+        batch.encode.append(EncodeImage(asked.patches, image.rows.astype("<i4").tobytes()))
+        plan.encode.append(batch.encode[-1])
+        asked.num_unread += 1
 
     def _reserve(self, part: ImagePart, less_urgent: Sequence[Request]) -> StoredImage | None:
         """Take rows, if need be those that less urgent prompts have placed and wait with."""
@@ -525,12 +620,30 @@ class ImageGate:
         return True
 
     def after_launch(self, when_read: Callable[[Callable[[], None]], None]) -> None:
-        """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches that it
-        encodes are of no use any more."""
-        encoding, self.encoding = self.encoding, []
-        self.num_encoded += len(encoding)
-        self.num_advances += len(encoding)
-        when_read(lambda: self._drop_encoded(encoding))
+        """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches of images
+        that it completes are of no use any more."""
+        batch = self.batch
+        if batch is None:
+            return
+        self.num_advances += 1
+        if not batch.is_complete:
+            return
+        self.batch = None
+        for image in batch.images:
+            self.store.unpin(image)
+        self.num_encoded += len(batch.images)
+        when_read(lambda: self._drop_encoded(batch.asked))
+
+    def to_repeat(self) -> list[EncodeImage]:
+        """Return the images of the tower, of which a step that raised has computed nothing that counts. The caller has
+        each computed in one piece."""
+        batch = self.batch
+        if batch is None:
+            return []
+        batch.is_complete = True
+        for image in batch.images:
+            image.is_ready = True
+        return batch.encode
 
     def _drop_encoded(self, encoded: Sequence[AskedImage]) -> None:
         for asked in encoded:

@@ -139,7 +139,7 @@ class PrefillManager:
         computing = self._sequences.queue(SequenceState.COMPUTING)
         self._take_loaded(computing, plan)
         if waiting := self._images.waiting:
-            self._images.schedule(by_urgency(waiting.values()), plan)
+            self._images.schedule(by_urgency(waiting.values()), plan, min(most_tokens, self._config.chunk_size))
         chunks = select_chunks(computing, most_tokens, self._config.chunk_size, self._config.max_batched_tokens)
         self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:
@@ -169,7 +169,7 @@ class PrefillManager:
         done = []
         if chunks:
             self._unread_s.append(self._planned_s)
-        if self._images.encoding:
+        if self._images.batch is not None:
             self._images.after_launch(self._resources.when_read)
         for chunk in chunks:
             sequence = chunk.sequence

@@ -11,7 +11,8 @@ A recurrent state is not written twice but moved on, and a step that raised may 
 others' not. So with state each sequence is repeated alone, after its state was computed anew from its first token. Not
 behind images, whose features may be gone: such a request goes on elsewhere.
 
-Images that the step encodes are encoded first, each alone. One that raises ends the requests that wait for it.
+Images that the vision tower computes, in this step or in turns, are encoded first, each alone and in one piece. One
+that raises ends the requests that wait for it.
 
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
 tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
@@ -167,7 +168,7 @@ class StepFaults:
         num_lost = self._end_unsaved(plan) + self._end_stateless(slots)
         self._resources.states.drop_all(only_pending=True)  # of this step: all others are read
         outcome = _Outcome()
-        self._encode(plan, outcome)
+        self._encode(outcome)
         unseen = {sequence for sequence, _ in outcome.raised}
         parts = [part for part in self._parts(step) if part.sequence not in unseen]
         logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
@@ -218,9 +219,9 @@ class StepFaults:
             self._ends.fail(sequence, self._role.lost(text))
         return len(lost)
 
-    def _encode(self, plan: StepPlan, outcome: _Outcome) -> None:
-        """Encode the images of a plan, each alone. Those that raise are nobody's any more."""
-        for encode in plan.encode:
+    def _encode(self, outcome: _Outcome) -> None:
+        """Encode the images of the vision tower, each alone. Those that raise are nobody's any more."""
+        for encode in self._resources.images.to_repeat():
             try:
                 self._executor.launch(StepPlan(encode=[encode])).result()
             except Internal:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from chitu.models.layers import Shard
 
 
+AtBlock = Callable[[int, int], None]
+"""Called before each block of a vision tower is computed, on its thread: with its number, from 0 on, and the count of
+all that the call computes."""
+
+
 class VisionTower(Protocol):
     """What makes features of images, if a model has that."""
 
@@ -26,16 +31,26 @@ class VisionTower(Protocol):
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
         ...
 
+    def block_cost(self) -> tuple[int, float, float]:
+        """Return how many blocks it has, and what one costs for each row and for each pair of rows of an image, in
+        tokens of a prompt (`TowerCost`)."""
+        ...
+
     def report_blocks(self, report: Callable[[], None]) -> None:
         """Call `report`, in place of any former one, before each block of the tower is computed: features of a large
         image take long."""
         ...
 
     def encode(
-        self, images: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int], device: torch.device
+        self,
+        images: Sequence[Mapping[str, torch.Tensor]],
+        counts: Sequence[int],
+        device: torch.device,
+        at_block: AtBlock | None = None,
     ) -> list[torch.Tensor]:
         """Return the features `[rows, width]` of each image. `images`: what the image processor makes of each file, by
-        name. `counts`: their rows. Raises Internal if an image has another number of rows."""
+        name. `counts`: their rows. Raises Internal if an image has another number of rows, and what `at_block` raises.
+        One call at a time."""
         ...
 
 

@@ -8,7 +8,7 @@ of other weights or not encoded at all changes every token after it, and so does
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from support.executors import (
@@ -21,7 +21,16 @@ from support.executors import (
     kv_of,
 )
 
-from chitu.engine.executor import Admit, ExecutorInfo, ImageSpan, LayerCallback, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import (
+    Admit,
+    EncodeImage,
+    ExecutorInfo,
+    ImageSpan,
+    LayerCallback,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+)
 from chitu.errors import ChituError
 from chitu.instance.image_source import PreparedImage
 from chitu.protocol import ImagePart, SamplingParams, unpack_i32
@@ -107,20 +116,18 @@ class VisionExecutor(ChecksumExecutor):
         """Keys of images whose encoding raises."""
         self.most_encoded = 0
         """Most rows that one step encoded."""
+        self.tower: list[EncodeImage] = []
+        """Images that are encoded in turns."""
+        self.tower_blocks = 0
+        self.turns: list[int] = []
+        """Blocks of each turn."""
+        self.dropped: list[list[bytes]] = []
+        """Keys of the images that were given up together."""
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        if not plan.encode and not plan.place:
+        if not plan.encode and not plan.turn and not plan.place:
             return super().execute(plan, on_layer)
-        num_rows = 0
-        for encode in plan.encode:
-            key, rows = bytes.fromhex(encode.patches), unpack_i32(encode.rows)
-            if key in self.bad_patches:
-                raise ValueError("no such patches")
-            _check(len(set(rows.tolist())) == len(rows), f"rows {rows} of one image")
-            self.region[rows] = [feature(key, row, self.weights) for row in range(len(rows))]
-            self.encoded.append(key)
-            num_rows += len(rows)
-        self.most_encoded = max(self.most_encoded, num_rows if len(plan.encode) > 1 else 0)
+        self._turn_tower(plan)
         admitted = {admit.slot for admit in plan.admit}
         for admit in plan.admit:
             self.spans[admit.slot] = list(admit.images)
@@ -134,6 +141,42 @@ class VisionExecutor(ChecksumExecutor):
             return super().execute(plan, on_layer)
         finally:
             self._is_placed = False
+
+    def _turn_tower(self, plan: StepPlan) -> None:
+        """Encode images as the plan says. Nothing of them is in their rows before their last turn."""
+        turn = plan.turn[0] if plan.turn else None
+        if plan.encode:
+            self.tower, self.tower_blocks = list(plan.encode), 0
+            for encode in plan.encode:
+                self.region[unpack_i32(encode.rows)] = 0
+        if turn is not None and not turn.blocks:
+            self.dropped.append([bytes.fromhex(encode.patches) for encode in self.tower])
+            self.tower = []
+            return
+        if turn is not None:
+            _check(bool(self.tower), f"{turn}, but there are no images")
+            _check(self.tower_blocks < turn.blocks <= turn.of, f"{turn} behind {self.tower_blocks} blocks")
+            self.turns.append(turn.blocks - self.tower_blocks)
+            self.tower_blocks = turn.blocks
+        if self.tower and (turn.is_last if turn is not None else plan.encode):
+            images, self.tower = self.tower, []
+            self._encode(images)
+
+    def _encode(self, images: Sequence[EncodeImage]) -> None:
+        num_rows = 0
+        for encode in images:
+            key, rows = bytes.fromhex(encode.patches), unpack_i32(encode.rows)
+            if key in self.bad_patches:
+                raise ValueError("no such patches")
+            _check(len(set(rows.tolist())) == len(rows), f"rows {rows} of one image")
+            self.region[rows] = [feature(key, row, self.weights) for row in range(len(rows))]
+            self.encoded.append(key)
+            num_rows += len(rows)
+        self.most_encoded = max(self.most_encoded, num_rows if len(images) > 1 else 0)
+
+    def forget(self, slots: Collection[int]) -> None:
+        self.tower = []
+        super().forget(slots)
 
     _is_placed = False
 

@@ -34,7 +34,7 @@ from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
 from chitu.models.generic.spreading import SpreadExperts
 from chitu.models.generic.states import bind_states
-from chitu.models.generic.vision import Vision
+from chitu.models.generic.vision import Vision, numbers_a_token
 from chitu.models.layers import Shard, Spread
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
@@ -251,9 +251,10 @@ def build_generic(
     layers = {layer for adapter in adapters for layer in adapter.layers}
     adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
     modules = (*parts.decoder.modules(), *parts.head.modules())
+    token_numbers = numbers_a_token(parts.decoder)  # fused matrices are no parameters
     check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, adapted))
     if parts.vision_names:
-        _add_vision(built, spec, device)
+        _add_vision(built, spec, device, token_numbers)
     if adapters:
         built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)
     return built
@@ -283,10 +284,10 @@ def _take_vision(parts: TextParts, spec: ModelSpec) -> None:
         logger.warning("%s: images are not served: %s", spec.architecture, error.message)
 
 
-def _add_vision(built: GenericModel, spec: ModelSpec, device: torch.device) -> None:
+def _add_vision(built: GenericModel, spec: ModelSpec, device: torch.device, token_numbers: float) -> None:
     """Let the model make features of images, if rows of such are computed as the library does."""
     parts = built.parts
-    built.vision = Vision(parts.body, parts.vision_names, built.hidden_size, built.dtype)
+    built.vision = Vision(parts.body, parts.vision_names, built.hidden_size, built.dtype, token_numbers)
     try:
         check_images(built, built.vision, spec, device)
     except UnsupportedModel as error:

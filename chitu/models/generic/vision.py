@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from chitu.errors import Internal, UnsupportedModel
+from chitu.models.model import AtBlock
 from chitu.ops.image_rows import FeatureShape
 
 FEATURES = "get_image_features"
@@ -42,8 +44,11 @@ class _Encoded:
 class Vision:
     """The body of the whole model, asked for features alone."""
 
-    def __init__(self, body: Any, names: Sequence[str], hidden_size: int, dtype: torch.dtype) -> None:
-        """`names`: with which the names of the tensors begin, in the body, that features are made with."""
+    def __init__(
+        self, body: Any, names: Sequence[str], hidden_size: int, dtype: torch.dtype, token_numbers: float = 0.0
+    ) -> None:
+        """`names`: with which the names of the tensors begin, in the body, that features are made with.
+        `token_numbers`: as in `numbers_a_token`; 0 without a decoder."""
         self.body = body
         self.names = names
         self.is_whole = False
@@ -52,6 +57,10 @@ class Vision:
         self._hidden_size = hidden_size
         self._arguments = frozenset(inspect.signature(getattr(body, FEATURES)).parameters)
         self._report: Callable[[], None] | None = None
+        self._at_block: AtBlock | None = None
+        self._num_begun = self._num_blocks = 0
+        """Blocks of the present call of `encode`: those that it has begun, and all."""
+        self._token_numbers = token_numbers
 
     @property
     def shape(self) -> FeatureShape:
@@ -112,25 +121,52 @@ class Vision:
             if hasattr(self.body, "rope_deltas"):
                 self.body.rope_deltas = None  # kept from one call to the next
 
+    @cached_property
+    def _blocks(self) -> list[torch.nn.Module]:
+        """The blocks of the tower, each of which says when it is computed."""
+        blocks = [
+            block
+            for name, part in self.body.named_modules()
+            if name.startswith(tuple(self.names)) and isinstance(part, torch.nn.ModuleList)
+            for block in part
+        ]
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin_block)
+        return blocks
+
     def report_blocks(self, report: Callable[[], None]) -> None:
         """Call `report`, in place of any former one, before each block of the tower is computed."""
-        is_new, self._report = self._report is None, report
-        if not is_new:
-            return
-        for name, part in self.body.named_modules():
-            if name.startswith(tuple(self.names)) and isinstance(part, torch.nn.ModuleList):
-                for block in part:
-                    block.register_forward_pre_hook(self._begin_block)
+        self._report = report
+        assert self._blocks is not None
 
     def _begin_block(self, _block: torch.nn.Module, _args: object) -> None:
+        if self._at_block is not None:
+            self._at_block(self._num_begun, self._num_blocks)
+            self._num_begun += 1
         if self._report is not None:
             self._report()
+
+    def block_cost(self) -> tuple[int, float, float]:
+        """Return how many blocks the tower has, and what one costs for each row and for each pair of rows of an image,
+        in tokens of a prompt: by the numbers that are multiplied."""
+        blocks, token, patches = self._blocks, max(1.0, self._token_numbers), self._patches_a_row
+        numbers = sum([tensor.numel() for block in blocks for tensor in block.parameters()]) / max(1, len(blocks))
+        pairs = 2 * (getattr(self.config, "hidden_size", None) or 0) * patches**2
+        return len(blocks), patches * numbers / token, pairs / token
+
+    @property
+    def _patches_a_row(self) -> int:
+        """About how many patches become one row."""
+        merged = getattr(self.body.config, "mm_tokens_per_image", None)
+        if merged and isinstance(side := self.config.image_size, int):
+            return max(1, (side // self.config.patch_size) ** 2 // merged)
+        return (getattr(self.config, "spatial_merge_size", None) or 2) ** 2
 
     def step_bytes(self, num_rows: int) -> int:
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
         config = self.config
         hidden, inner = (getattr(config, name, None) or 0 for name in ("hidden_size", "intermediate_size"))
-        patches = num_rows * (getattr(config, "spatial_merge_size", None) or 2) ** 2
+        patches = num_rows * self._patches_a_row
         return patches * max(10 * hidden, 3 * hidden + 2 * inner) * self._dtype.itemsize
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -139,19 +175,25 @@ class Vision:
         named = *self.body.named_parameters(), *self.body.named_buffers()
         return {name: tensor for name, tensor in named if name.startswith(prefixes)}
 
-    def encode(self, images: Sequence[Patches], counts: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    def encode(
+        self, images: Sequence[Patches], counts: Sequence[int], device: torch.device, at_block: AtBlock | None = None
+    ) -> list[torch.Tensor]:
         """Return the features `[rows, width]` of each image. `counts`: their rows. Raises Internal if it has others."""
         found: dict[int, torch.Tensor] = {}
         alike: dict[object, list[int]] = {}
         for index, patches in enumerate(images):
             form = tuple((name, each.dtype, each.shape[1:]) for name, each in sorted(patches.items()))
             alike.setdefault(form, []).append(index)
-        for group in alike.values():
-            if [counts[index] for index in group] == [1]:
-                group = group * 2  # some classes drop the dimension of a lone row
-            joined = {name: torch.cat([images[index][name] for index in group]) for name in images[group[0]]}
-            features_MW = self._features(joined, [counts[index] for index in group], device)
-            found |= zip(group, features_MW, strict=True)
+        self._at_block, self._num_begun, self._num_blocks = at_block, 0, len(self._blocks) * len(alike)
+        try:
+            for group in alike.values():
+                if [counts[index] for index in group] == [1]:
+                    group = group * 2  # some classes drop the dimension of a lone row
+                joined = {name: torch.cat([images[index][name] for index in group]) for name in images[group[0]]}
+                features_MW = self._features(joined, [counts[index] for index in group], device)
+                found |= zip(group, features_MW, strict=True)
+        finally:
+            self._at_block = None
         return [found[index] for index in range(len(images))]
 
     def _features(self, patches: Patches, counts: Sequence[int], device: torch.device) -> list[torch.Tensor]:
@@ -175,6 +217,17 @@ class Vision:
 
     def _moved(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         return values.to(device, self._dtype if values.is_floating_point() else None)
+
+
+def numbers_a_token(decoder: Any) -> float:
+    """Return about how many numbers of a decoder's matrices a token of a prompt is multiplied with."""
+    chosen, total = getattr(decoder.config, "num_experts_per_tok", None) or 1, 0.0
+    for name, tensor in decoder.named_parameters():
+        if tensor.ndim == 3:  # of each expert
+            total += tensor.numel() * min(1.0, chosen / tensor.shape[0])
+        elif tensor.ndim == 2 and "embed" not in name:
+            total += tensor.numel()
+    return total
 
 
 def names_beside(body: Any, decoder: Any) -> list[str]:
