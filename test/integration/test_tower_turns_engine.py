@@ -12,8 +12,10 @@ import torch
 from engine_checkpoints import Engine
 from image_checkpoints import PictureRequest, write_patches, write_vision_checkpoint
 from test_image_engine import IMAGE_ROWS, NoSpecials
+from thread_ranks import Ranks
 
 from chitu.engine.executor import EncodeImage, PlaceImage, PrefillChunk, StepPlan, TowerTurn
+from chitu.engine.image_features import ImageSteps
 from chitu.errors import Internal
 from chitu.models.model import vision_of
 from chitu.protocol import pack_i32
@@ -29,7 +31,7 @@ class Towers:
     """An engine, and images of two sizes or more, which some families compute in several groups."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
+        self.name, self.folder = name, folder
         write_vision_checkpoint(folder, name)
         options: dict[str, Any] = {"sampler": NoSpecials(), "sampling": True, "image_rows": IMAGE_ROWS}
         self.engine = Engine(folder, num_pages=100, num_slots=4, max_model_len=512, **options)
@@ -175,6 +177,28 @@ def test_what_raises_in_the_tower_is_raised_by_the_step_and_ends_it(towers: Towe
     assert num_threads() == 0 and towers.is_untouched
     towers.turn(towers.blocks, encode=towers.encode)
     assert towers.is_whole
+
+
+def test_ranks_compute_the_same_blocks_in_the_same_steps(towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: dict[Any, list[int]] = {}
+
+    def advance(images: ImageSteps, turn: TowerTurn, right: Any = ImageSteps._advance) -> None:
+        right(images, turn)
+        done.setdefault(images, []).append(vision_of_steps[images]._num_begun)
+
+    monkeypatch.setattr(ImageSteps, "_advance", advance)
+    ranks = Ranks(towers.folder, 2, 64, sampler=NoSpecials(), max_model_len=512, image_rows=IMAGE_ROWS)
+    vision_of_steps: dict[Any, Any] = {runner._images: vision_of(runner.model) for runner in ranks.runners}
+    for block in range(1, towers.blocks + 1):
+        encode = towers.encode if block == 1 else []
+        ranks.runner.launch(StepPlan(encode=encode, turn=[TowerTurn(block, towers.blocks)])).result()
+    ranks.close()
+    first, second = done.values()
+    assert first == second and len(first) == towers.blocks and sorted(set(first)) == first
+    rows = [row for each in towers.places for row in each]
+    for runner in ranks.runners:
+        table = runner._images._table
+        assert table is not None and torch.equal(table.region[rows], towers.whole[rows])
 
 
 def swapped(blocks: torch.nn.ModuleList) -> Callable[[], None]:

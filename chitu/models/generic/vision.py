@@ -159,8 +159,8 @@ class Vision:
         """About how many patches become one row."""
         merged = getattr(self.body.config, "mm_tokens_per_image", None)
         if merged and isinstance(side := self.config.image_size, int):
-            return max(1, (side // self.config.patch_size) ** 2 // merged)
-        return (getattr(self.config, "spatial_merge_size", None) or 2) ** 2
+            return max(1, int(side // self.config.patch_size) ** 2 // int(merged))
+        return int(getattr(self.config, "spatial_merge_size", None) or 2) ** 2
 
     def step_bytes(self, num_rows: int) -> int:
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
