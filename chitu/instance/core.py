@@ -44,8 +44,6 @@ class LoadedEngine:
     """Aux slots; by default none, with which no logits can be handed over."""
     tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
     """Tiers behind the prefix cache."""
-    events: KVEventFeed | None = None
-    """Publishes what enters and leaves the cache; None: nobody asks."""
     states: StateSlots = field(default_factory=StateSlots)
     """State rows; none if the model has no recurrent state."""
     grammars: GrammarStore | None = None
@@ -60,6 +58,8 @@ class LoadedEngine:
     """The executor of a member of a group that shares experts; None if it steps alone."""
     lane: PromptLane | None = None
     """The executor, if a unified instance computes prompts beside its decode steps (`scheduler.lanes`)."""
+    events: KVEventFeed | None = None
+    """Publishes what enters and leaves the cache; None: nobody asks."""
 
     report_blocks: Callable[[Callable[[], None]], None] = lambda report: None
     """Has a function called before each block of the vision tower is computed, within `launch`."""
