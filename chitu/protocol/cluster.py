@@ -662,8 +662,20 @@ CoordinationReply = Union[JoinReply, Drain, ImageFile]
 # --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
 
 
+class RouteGroup(msgspec.Struct, frozen=True):
+    """The group of a wide instance, as `/route` shows it to a member of it (`GroupPlace`)."""
+
+    id: str
+    """Decimal; a string because it does not fit a JavaScript number."""
+    dp_rank: int
+    dp_size: int
+    shares_experts: bool
+    engine_ranks: tuple[int, ...]
+    """Of the members that are in the cluster, by data rank: complete if there are `dp_size`."""
+
+
 class RouteEntry(Wire, frozen=True):
-    """`PUT /route` body and `GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
+    """`GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
 
     role: Role
     engine_rank: int
@@ -672,6 +684,7 @@ class RouteEntry(Wire, frozen=True):
     tp_size: int
     incarnation: int
     layout: KVLayout
+    group: RouteGroup | None = None
 
 
 stats_codec: Codec[StatsMessage] = Codec(StatsMessage)

@@ -439,8 +439,11 @@ def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model:
         worker = router.start_worker("P0,D0")
         directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
         assert len(httpx.get(directory).json()) == 1
+        minimal = {"role": "prefill", "rank_ip": "10.0.0.7", "rank_port": 5100, "engine_rank": 7}
+        assert httpx.put(directory, json=minimal).status_code == 200
+        assert httpx.get(directory, params={"engine_rank": 7}).json() == minimal
         worker.terminate()
-        wait_until(lambda: httpx.get(directory).json() == [], 10, "the entry to go")
+        wait_until(lambda: httpx.get(directory).json() == [minimal], 10, "the entry to go, and the other one to stay")
 
 
 def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.clock import FakeClock
 
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
-from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.kv_transfer.bootstrap import MAX_BODY_BYTES, MAX_GUESTS, BootstrapServer
 from chitu.kv_transfer.both_sides import NEVER_S, Deadline, Tombstone, TransferTable
 from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.layout import MetadataBuffers, check_compatible, check_rank_memory, rank_memory
@@ -33,7 +33,7 @@ from chitu.kv_transfer.shard_writer import join, pair_regions, plan_aux_copy, pl
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError, batch_bytes_of
 from chitu.net.curve import derive
-from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
+from chitu.protocol import ClusterView, GroupPlace, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
 from chitu.types import Role, new_room
 
 LAYOUT = KVLayout.uniform("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
@@ -533,13 +533,18 @@ NO_RANKS = ("7", "x", "", "-1", "1e3", "%ff", "9" * 5000, "2&engine_rank=z")
 VIEW = ClusterView(7, 1, (member(Role.DECODE, 0), member(Role.PREFILL, 10), member(Role.PREFILL, 2, 9)))
 
 
-def call(server: BootstrapServer, method: str, target: str, authorization: str = "") -> tuple[int, Any]:
-    """Send one request through the ASGI application."""
+def call(
+    server: BootstrapServer, method: str, target: str, authorization: str = "", body: bytes = b""
+) -> tuple[int, Any]:
+    """Send one request through the ASGI application, its body in pieces; only that of a PUT may be read."""
     path, _, query = target.partition("?")
     sent: list[dict[str, Any]] = []
 
+    pieces = [body[start : start + 1000] for start in range(0, max(1, len(body)), 1000)]
+
     async def receive() -> dict[str, Any]:
-        raise AssertionError("a body is of no interest")
+        assert method == "PUT", "a body is of no interest"
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -567,7 +572,8 @@ def test_every_prefill_of_the_newest_view_is_listed_and_found_by_rank() -> None:
 @pytest.mark.parametrize(
     ("method", "target", "status"),
     [
-        ("PUT", "/route", 405),
+        ("PUT", "/route", 400),
+        ("PUT", "/health", 405),
         ("DELETE", "/route", 405),
         ("POST", "/health", 405),
         ("GET", "/elsewhere", 404),
@@ -586,6 +592,73 @@ def test_only_health_is_open_where_the_cluster_has_a_key() -> None:
     for wrong in ("", "Bearer wrong", f"Basic {secrets.token}"):
         assert call(server, "GET", "/route", wrong)[0] == call(server, "PUT", "/route", wrong)[0] == 401
     assert len(call(server, "GET", "/route", f"Bearer {secrets.token}")[1]) == 2
+
+
+MINIMAL = {"role": "Prefill", "rank_ip": "10.0.0.7", "rank_port": 5100, "engine_rank": 7}
+
+
+def put(server: BootstrapServer, token: str = "", **changes: object) -> tuple[int, Any]:
+    return call(server, "PUT", "/route", token, msgspec.json.encode({**MINIMAL, **changes}))
+
+
+def test_a_minimal_put_lists_a_prefill_process_that_is_no_member() -> None:
+    views = [VIEW]
+    server = BootstrapServer(lambda: views[-1])
+    guest = {**MINIMAL, "role": "prefill"}
+    assert put(server) == (200, guest) == put(server, extra="ignored")
+    assert call(server, "GET", "/route?engine_rank=7") == (200, guest)
+    assert [item["engine_rank"] for item in call(server, "GET", "/route")[1]] == [2, 7, 10]
+    assert put(server, rank_port=5101)[0] == 200, "it started again"
+    assert call(server, "GET", "/route?engine_rank=7")[1]["rank_port"] == 5101
+    views.append(msgspec.structs.replace(VIEW, instances=(*VIEW.instances, member(Role.PREFILL, 7, 4))))
+    assert call(server, "GET", "/route?engine_rank=7")[1]["incarnation"] == 4, "a member hides the guest of its rank"
+    assert put(server)[0] == 409 and "P7" in put(server)[1]["error"]["message"]
+    assert put(server, rank_ip="127.0.0.1", rank_port=5007)[1]["incarnation"] == 4, "a member says what the view says"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"role": "decode"},
+        {"role": 3},
+        *({"rank_port": port} for port in (0, -1, 65536, "5100", None, True)),
+        *({"engine_rank": rank} for rank in (-1, 2**31, "7", 1.5)),
+        *({"rank_ip": ip} for ip in ("", "a b", "x" * 256, "10.0.0.7\n", 7)),
+    ],
+)
+def test_a_wrong_put_is_refused_and_lists_nothing(changes: dict[str, object]) -> None:
+    server = BootstrapServer(lambda: VIEW)
+    status, answer = put(server, **changes)
+    assert status == 400 and 0 < len(answer["error"]["message"]) < 200
+    assert len(call(server, "GET", "/route")[1]) == 2
+
+
+def test_guests_are_bounded_in_number_and_size_and_need_the_token() -> None:
+    secrets = derive("a key of the cluster")
+    server = BootstrapServer(lambda: VIEW, secrets)
+    token = f"Bearer {secrets.token}"
+    assert put(server)[0] == 401
+    for body in (b"", b"[]", b"{", b"\xff", b"[" * 4000):
+        assert call(server, "PUT", "/route", token, body)[0] == 400
+    assert call(server, "PUT", "/route", token, b" " * (MAX_BODY_BYTES + 2000))[0] == 413
+    for rank in range(100, 100 + MAX_GUESTS):
+        assert put(server, token, engine_rank=rank)[0] == 200
+    assert put(server, token)[0] == 507
+    assert put(server, token, engine_rank=100)[0] == 200, "a known one is listed anew"
+
+
+def test_a_member_of_a_wide_instance_is_listed_with_its_group() -> None:
+    """A reader finds all data ranks of the group, and whether all are there."""
+
+    def part(rank: int, data_rank: int, group: int) -> InstanceInfo:
+        place = GroupPlace(group, data_rank, 3, shares_experts=group == 2**62)
+        return msgspec.structs.replace(member(Role.PREFILL, rank), group=place)
+
+    members = (part(0, 1, 2**62), part(4, 0, 2**62), part(2, 0, 5), member(Role.PREFILL, 9))
+    listed = call(BootstrapServer(lambda: msgspec.structs.replace(VIEW, instances=members)), "GET", "/route")[1]
+    wide = {"id": str(2**62), "dp_size": 3, "shares_experts": True, "engine_ranks": [4, 0]}
+    other = {"id": "5", "dp_rank": 0, "dp_size": 3, "shares_experts": False, "engine_ranks": [2]}
+    assert [each.get("group") for each in listed] == [{**wide, "dp_rank": 1}, other, {**wide, "dp_rank": 0}, None]
 
 
 def test_writes_are_large_only_if_every_transport_is_fast() -> None:
