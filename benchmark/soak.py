@@ -30,12 +30,12 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.steady_load import LEFT, RIGHT, Ask, SteadyLoad, count_outcomes
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 from chitu.launch.router_client import RouterClient

@@ -503,6 +503,8 @@ class PDCoordination:
         if becomes is not None:
             self._reserved[becomes] = info.incarnation
         logger.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
+        if info.layout.is_fake:
+            logger.warning("%s is FAKE: it computes no model (chitu serve --fake)", info.name)
         self._feed.put(info)
         self.weights.on_info(info)
         self.publish_weights()

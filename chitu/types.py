@@ -23,6 +23,10 @@ Incarnation = NewType("Incarnation", int)
 now."""
 
 
+FAKE_MODEL = "fake:checksum"
+"""Model hash of instances that compute no model (`chitu serve --fake`): no other instance pairs with them."""
+
+
 class Role(StrEnum):
     """What an instance does. `unified` runs both halves in one process, without a transfer. `encode` computes features
     of images for P, and takes no requests."""

@@ -45,6 +45,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--no-restart", action="store_true", help="do not restart a process that died")
     command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
     command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
+    command.add_argument(
+        "--fake",
+        choices=["prefill", "decode", "unified"],
+        help="in place of a topology: an instance that computes no model joins the running router at --url",
+    )
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router of --fake (default: {DEFAULT_URL})")
 
     command = commands.add_parser("chat", help="talk to a running router, in a terminal or by a question in a pipe")
     command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")

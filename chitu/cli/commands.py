@@ -18,6 +18,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,11 +110,33 @@ def _as_yaml(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z/][\w./+-]*[/][\w./+-]*", text) else msgspec.json.encode(text).decode()
 
 
+def _serve_fake(arguments: argparse.Namespace) -> int:
+    """Join a running router with an instance that computes no model, until Ctrl-C."""
+    from chitu.launch.join import JoinOptions, join
+    from chitu.launch.plan import Entries
+    from chitu.types import Role
+
+    if arguments.port is not None or arguments.host or arguments.no_restart or arguments.first_completion:
+        raise ConfigError("--fake starts one instance: it takes --url, --model, --log-dir and overrides alone")
+    name, overrides = _split(arguments)
+    if name is not None or arguments.once:
+        raise ConfigError(f"--fake takes the topology of the router at {arguments.url}; {name or '--once'!r} is none")
+    role = Role(arguments.fake)
+    print(f"a FAKE {role} instance, which computes no model, joins {arguments.url}", file=sys.stderr, flush=True)
+    entries = replace(arguments.entries or Entries(), scheduler="chitu.serve.fake_scheduler", torchrun=False)
+    options = JoinOptions(arguments.url, role, devices=("cpu",), log_dir=arguments.log_dir, entries=entries)
+    return join(options, overrides)
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from chitu.launch.host import HostProcesses, ServeOptions, serve
     from chitu.launch.plan import Entries
     from chitu.tools.smoke import first_completion
 
+    if arguments.fake is not None:
+        return _serve_fake(arguments)
+    if arguments.url != DEFAULT_URL:
+        raise ConfigError("--url: only an instance of --fake joins a running router (`chitu join` adds a real one)")
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
         overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")

@@ -14,7 +14,7 @@ from chitu.protocol.images import NO_IMAGE_LOAD, FetchImage, ImageFile, ImageLoa
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import PROTOCOL_VERSION, Codec, Wire
-from chitu.types import Role, instance_name
+from chitu.types import FAKE_MODEL, Role, instance_name
 
 # ------------------------------------------------------------------------------------------------- stats port (29600)
 LEAST_PROMPT_TOKENS = 16
@@ -348,6 +348,11 @@ class KVLayout(Wire, frozen=True):
     draft_hidden: int = 0
     """Numbers of a hidden state, which an aux row then has behind the logits, if the model drafts by a layer of its
     own: the last layer. 0: it has none."""
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether its instances compute no model (`chitu serve --fake`)."""
+        return self.model_hash == FAKE_MODEL
 
     @property
     def state_bytes(self) -> int:

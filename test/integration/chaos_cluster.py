@@ -21,12 +21,12 @@ from typing import Literal
 from chaos_proxy import Wires
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 from support.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.curve import derive

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pin_twin import DeviceBlocks, SecondMappings
-from support.checksum_scheduler import ChecksumRank, build_checksum_rank
-from support.executors import ChecksumPool
+from support.checksum_scheduler import build_checksum_rank
 
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
+from chitu.fake.checksum import ChecksumPool
 from chitu.kv_transfer.transports.local import RankPool
 from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, Scatterer, StagingArea
 from chitu.kv_transfer.transports.shm import PinnedShmTransport
@@ -20,6 +20,7 @@ from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
+from chitu.serve.fake_scheduler import FakeRank
 from chitu.serve.scheduler import main
 from chitu.types import Role
 
@@ -30,9 +31,7 @@ class Card:
     pool: ChecksumPool
     driver: SecondMappings
 
-    def build_rank(
-        self, topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter
-    ) -> ChecksumRank:
+    def build_rank(self, topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> FakeRank:
         rank = build_checksum_rank(topology, instance, tp_rank, progress)
         self.pool, self.driver = rank.pool, SecondMappings(rank.pool)
         return rank

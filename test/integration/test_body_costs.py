@@ -23,10 +23,10 @@ from loop_prober import Prober, peak_bytes
 from nursery import forked
 from raw_http import RawClient, http_request
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 

@@ -18,11 +18,12 @@ from completions import complete_all, instance_loads, is_whole
 from mooncake_store import Store, mooncake_store
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import checksum_layout, expected_tokens
 from support.router_process import wait_until
 
 from chitu import __version__
 from chitu.config.load import load_topology
+from chitu.fake.checksum import checksum_layout
+from chitu.fake.executor import expected_tokens
 from chitu.kv_cache.prefix_index import PageKeys, lasting_fingerprint, layout_fingerprint
 from chitu.launch.local import LocalCluster
 from chitu.protocol import pack_i32

@@ -22,10 +22,10 @@ from engine_checkpoints import Engine, generate
 from host_cluster import CONFIG, KEY, RENDEZVOUS_PORT, HostCluster
 from network import Network
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.fake.executor import expected_tokens
 from chitu.net.process_deaths import pid_alive
 from chitu.tools.make_model import ModelShape, make_model
 

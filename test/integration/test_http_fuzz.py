@@ -34,12 +34,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.http.ask.bodies import REFUSED, SERVED
 from chitu.http.table import BODIES
 from chitu.launch.local import LocalCluster

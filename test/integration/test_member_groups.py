@@ -21,12 +21,12 @@ from completions import complete_all
 from engine_checkpoints import Engine, generate
 from nursery import FORKED, forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 

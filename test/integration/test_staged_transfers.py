@@ -20,10 +20,10 @@ import pytest
 from completions import complete_all, instance_loads, is_whole, leave_early
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology
+from chitu.fake.executor import expected_tokens
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 

@@ -24,13 +24,14 @@ import msgpack
 import pytest
 from nursery import forked, forked_router
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.executors import NUM_LAYERS, RECORD_BYTES, checksum_layout
 from support.faults import ENVIRONMENT
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.errors import UnknownTrace
+from chitu.fake.checksum import NUM_LAYERS, checksum_layout
+from chitu.fake.executor import RECORD_BYTES
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_client import RouterClient

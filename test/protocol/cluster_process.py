@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, VOCAB, Memory, WatchedCopier, staged
-from support.executors import FakeExecutor, LateExecutor
+from support.executors import LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -35,6 +35,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ChituError
+from chitu.fake.executor import FakeExecutor
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES

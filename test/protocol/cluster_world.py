@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from cluster import MAX_LIVE_REQUESTS, TURN_S, Cluster
 from cluster_process import CONFIG, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, SlowProcess, Writes
 from pd_world import mixed
-from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
 from support.requests import decode_request, prefill_request
 
 from chitu.errors import ChituError, NoInstance, Overloaded
+from chitu.fake.executor import expected_tokens
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from support.clock import FakeClock
-from support.executors import FAKE_STATE, STATE_ROW_BYTES
 from support.fake_transport import FakeFabric, FakeTransport
 from support.faults import FaultConfig, FaultyTransport
 
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
+from chitu.fake.executor import FAKE_STATE, STATE_ROW_BYTES
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of

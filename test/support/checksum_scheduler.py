@@ -13,30 +13,24 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from support.executors import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from support.faults import with_faults
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import PDDisaggregationConfig, Topology
-from chitu.config.staging import pool_bytes_of
 from chitu.config.topology import Instance
-from chitu.engine.executor import ExecutorInfo
-from chitu.engine.memory_budget import num_state_rows
-from chitu.kv_cache.aux_row import num_aux_rows
-from chitu.kv_cache.state_row import StateRow
+from chitu.fake.checksum import Pace
 from chitu.kv_transfer.transports import local
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
-from chitu.models.config import read_model_spec
 from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
+from chitu.serve.fake_scheduler import FakeRank, build_fake_rank
 from chitu.serve.scheduler import main
 
 if TYPE_CHECKING:
@@ -73,52 +67,21 @@ def read_engine_config(folder: Path) -> EngineConfig:
     return msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=EngineConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumRank:
-    """Implements `serve.scheduler.BuiltRank`."""
-
-    pool: ChecksumPool
-    runner: ChecksumExecutor
-    members: RankGroup | None = None
-    group: None = None
-    grammars: None = None
-    weights: None = None
-    lane: None = None
-    features: None = None
-
-    def begin_sampling(self) -> None:
-        """Do nothing: the executor samples in any role."""
-
-    def report_blocks(self, report: Callable[[], None]) -> None:
-        """Do nothing: there is no vision tower."""
-
-    def prepare_thread(self) -> None:
-        """Do nothing: there is no math library."""
-
-    def weights_digest(self) -> bytes:
-        """Return b"": there are no weights."""
-        return b""
-
-
-def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
-    """Build one rank, whose pool has `num_pages` (unset: 1024) pages."""
+def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> FakeRank:
+    """Build one rank, which stands for that of a model, and whose pool has `num_pages` (unset: 1024) pages."""
     assert tp_rank == 0
-    folder = Path(topology.model.path)
-    spec = read_model_spec(folder, topology.model.max_model_len)
-    config = read_engine_config(folder)
-    progress.state("loading")
-    num_slots = topology.scheduler.max_running_requests
-    num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, instance.role)
-    layout = checksum_layout(topology.cache.page_size, spec.vocab_size, has_state=config.has_state)
-    num_states = num_state_rows(topology.cache, instance.role, num_slots, StateRow.of(layout).row_bytes)
-    num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
-    transfer_bytes = pool_bytes_of(topology.dp_config.router, instance.role, instance.config)
-    pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes, num_states)
-    max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
+    config = read_engine_config(Path(topology.model.path))
     lease_s = topology.dp_config.router.pd_disaggregation.deadlines.lease_s
-    info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
-    pace = Pace(config.step_s, config.prompt_token_s)
-    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)), _members(instance, lease_s))
+    return build_fake_rank(
+        topology,
+        instance,
+        progress,
+        model_hash="checksum",
+        has_state=config.has_state,
+        pace=Pace(config.step_s, config.prompt_token_s),
+        hold=hold_in(config.holds),
+        members=_members(instance, lease_s),
+    )
 
 
 def _members(instance: Instance, lease_s: float) -> RankGroup | None:
@@ -168,7 +131,7 @@ class HeldShmTransport(ShmTransport):
 def _main() -> int:
     holds = ""
 
-    def build(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
+    def build(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> FakeRank:
         nonlocal holds
         holds = read_engine_config(Path(topology.model.path)).holds
         return build_checksum_rank(topology, instance, tp_rank, progress)

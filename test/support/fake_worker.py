@@ -24,9 +24,9 @@ from typing import get_type_hints
 
 import msgspec
 import zmq
-from support.executors import fake_logprobs
 
 from chitu.config.load import cluster_key
+from chitu.fake.executor import fake_logprobs
 from chitu.instance.token_manager import TokenManager
 from chitu.net.curve import derive, make_context
 from chitu.net.link import LinkReceivers

@@ -11,15 +11,6 @@ import zlib
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from support.executors import (
-    ChecksumExecutor,
-    ChecksumPool,
-    InvariantViolation,
-    Pace,
-    _check,
-    _next_token,
-    kv_of,
-)
 
 from chitu.engine.executor import (
     Admit,
@@ -32,6 +23,8 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ChituError
+from chitu.fake.checksum import ChecksumExecutor, ChecksumPool, Pace
+from chitu.fake.executor import InvariantViolation, check_plan, kv_of, next_token
 from chitu.instance.image_source import PreparedImage
 from chitu.protocol import ImagePart, SamplingParams, unpack_i32
 
@@ -99,7 +92,7 @@ def expected_with_images(
             at += 1
         if len(answer) == n:
             return answer
-        answer.append(_next_token(state, len(answer), sampling, vocab_size))
+        answer.append(next_token(state, len(answer), sampling, vocab_size))
         tokens.append(answer[-1])
 
 
@@ -132,9 +125,9 @@ class VisionExecutor(ChecksumExecutor):
         for admit in plan.admit:
             self.spans[admit.slot] = list(admit.images)
         for place in plan.place:
-            _check(place.slot in admitted or place.slot in self._slots, f"slot {place.slot} has no sequence")
+            check_plan(place.slot in admitted or place.slot in self._slots, f"slot {place.slot} has no sequence")
             span = self.spans[place.slot][place.index]
-            _check(len(place.rows) == 4 * span.length, f"{len(place.rows)} bytes for {span}")
+            check_plan(len(place.rows) == 4 * span.length, f"{len(place.rows)} bytes for {span}")
             self.spans[place.slot][place.index] = ImageSpan(span.start, span.length, span.grid, place.rows)
         self._is_placed = True
         try:
@@ -154,8 +147,8 @@ class VisionExecutor(ChecksumExecutor):
             self.tower = []
             return
         if turn is not None:
-            _check(bool(self.tower), f"{turn}, but there are no images")
-            _check(self.tower_blocks < turn.blocks <= turn.of, f"{turn} behind {self.tower_blocks} blocks")
+            check_plan(bool(self.tower), f"{turn}, but there are no images")
+            check_plan(self.tower_blocks < turn.blocks <= turn.of, f"{turn} behind {self.tower_blocks} blocks")
             self.turns.append(turn.blocks - self.tower_blocks)
             self.tower_blocks = turn.blocks
         if self.tower and (turn.is_last if turn is not None else plan.encode):
@@ -168,7 +161,7 @@ class VisionExecutor(ChecksumExecutor):
             key, rows = bytes.fromhex(encode.patches), unpack_i32(encode.rows)
             if key in self.bad_patches:
                 raise ValueError("no such patches")
-            _check(len(set(rows.tolist())) == len(rows), f"rows {rows} of one image")
+            check_plan(len(set(rows.tolist())) == len(rows), f"rows {rows} of one image")
             self.region[rows] = [feature(key, row, self.weights) for row in range(len(rows))]
             self.encoded.append(key)
             num_rows += len(rows)
@@ -204,7 +197,7 @@ class VisionExecutor(ChecksumExecutor):
         if self.info.whole_images:
             end = chunk.start + chunk.length
             inside = [s for s in self.spans[chunk.slot] if s.start < end < s.start + s.length]
-            _check(not inside, f"slot {chunk.slot}: a chunk ends at {end}, inside {inside}")
+            check_plan(not inside, f"slot {chunk.slot}: a chunk ends at {end}, inside {inside}")
         super()._prefill(chunk, result)
 
 

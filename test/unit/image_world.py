@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, MovingWire, PSide, room_of
-from support.executors import ChecksumPool, checksum_layout
 from support.images import PumpedSource, VisionExecutor, expected_with_images
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
+from chitu.fake.checksum import ChecksumPool, checksum_layout
 from chitu.protocol import ImagePart, SamplingParams, pack_i32
 
 SEEING = msgspec.structs.replace(INFO, image_rows=16)

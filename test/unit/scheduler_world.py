@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.clock import FakeClock
 from support.drafts import AllDrafts
-from support.executors import (
-    STATE_ROW_BYTES,
-    ChecksumExecutor,
-    ChecksumPool,
-    FakeExecutor,
-    LateExecutor,
-    Pace,
-    checksum_layout,
-    expected_tokens,
-    fake_logprobs,
-)
+from support.executors import LateExecutor
 from support.requests import decode_request, prefill_request, unified_request, with_options
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -32,6 +22,8 @@ from chitu.engine.executor import Executor, ExecutorInfo
 from chitu.engine.lockstep import LockstepExecutor
 from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, Integrity, TransferFailed
+from chitu.fake.checksum import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from chitu.fake.executor import STATE_ROW_BYTES, FakeExecutor, expected_tokens, fake_logprobs
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.draft_source import DraftSource

@@ -11,12 +11,12 @@ import random
 import msgspec
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
-from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit
 from chitu.errors import IncompatibleLayout
+from chitu.fake.executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.kv_transfer.layout import check_compatible
 from chitu.protocol import Fork, KVLayout, SamplingParams, pack_i32
 

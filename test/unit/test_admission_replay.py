@@ -18,13 +18,13 @@ import pytest
 from router_world import RecordingOutbox
 from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor
 from support.keyed_peer import KeyedPeer
 from support.requests import unified_request
 
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import NoInstance, Overloaded
+from chitu.fake.executor import FakeExecutor
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter

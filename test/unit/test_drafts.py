@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
-from support.executors import expected_tokens
 from support.requests import unified_request, with_options
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.engine.executor import StepPlan, StepResult
 from chitu.errors import Internal
+from chitu.fake.executor import expected_tokens
 from chitu.grammars import GrammarCompiler
 from chitu.grammars.compiler import CompiledGrammar, Matcher
 from chitu.instance.draft_source import Proposal

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor, LateStep, expected_tokens
+from support.executors import LateStep
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan
+from chitu.fake.executor import FakeExecutor, expected_tokens
 from chitu.kv_transfer.both_sides import (
     Line,
     Send,

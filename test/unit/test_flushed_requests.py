@@ -23,9 +23,9 @@ from scheduler_world import (
     room_of,
     rows_of,
 )
-from support.executors import expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
+from chitu.fake.executor import expected_tokens
 from chitu.instance.prefill import ESTIMATE_S
 from chitu.instance.sequences import SequenceState
 from chitu.protocol import Fork, SamplingParams, pack_i32

@@ -11,12 +11,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 from scheduler_world import Instance, prompt_of, room_of
-from support.executors import FakeExecutor
 from support.requests import unified_request
 from test_jobs import World, copy_of_tiny
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, ChituError, InvalidRequest
+from chitu.fake.executor import FakeExecutor
 from chitu.grammars import CompiledGrammar, GrammarStore
 from chitu.grammars.store import Outcome
 from chitu.http.ask.bodies import MAX_CHOICE_CHARS, MAX_CHOICES, CompletionBody

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, Instance, loads, prompt_of, room_of
-from support.executors import FakeExecutor, LateExecutor, LateStep, expected_tokens
+from support.executors import LateExecutor, LateStep
 from support.requests import unified_request
 from test_step_overlap import run_unified, stops, turn, unified
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
+from chitu.fake.executor import FakeExecutor, expected_tokens
 from chitu.instance.sequences import Resources
 from chitu.protocol import CancelRequest, Fork, SamplingParams, pack_i32
 

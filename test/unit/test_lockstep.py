@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 from scheduler_world import Instance
-from support.executors import FakeExecutor
 from support.lockstep import NO_SHAPES, PATIENCE_S, Table
 from support.requests import unified_request
 
@@ -18,6 +17,7 @@ from chitu.engine.executor import Draft, PrefillChunk, StepPlan, StepSizes
 from chitu.engine.lockstep import LockstepExecutor, Turn
 from chitu.engine.waves import Wave
 from chitu.errors import Internal
+from chitu.fake.executor import FakeExecutor
 from chitu.protocol import SamplingParams, pack_i32
 from chitu.protocol.weights import Pause, Weights, WeightsOrder
 

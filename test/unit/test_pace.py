@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult, StepSizes
+from chitu.fake.executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.instance.pace import StepPace, StepWork
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.protocol import (

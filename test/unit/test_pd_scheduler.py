@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, check_prompt, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal, StepFailed
+from chitu.fake.executor import FakeExecutor, expected_tokens
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.drafts import source_of

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
-from support.executors import FakeExecutor, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
+from chitu.fake.executor import FakeExecutor, expected_tokens
 from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_transfer.chunks import KVChunk

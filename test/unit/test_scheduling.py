@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, StepPlan
+from chitu.fake.executor import FakeExecutor
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.instance.early import victims_for_announced

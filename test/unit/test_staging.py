@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from support.executors import ChecksumPool, checksum_layout
 
 from chitu.config.load import load_topology
 from chitu.config.staging import StagingPlan, plan_staging
 from chitu.config.topology import find_instance
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.fake.checksum import ChecksumPool, checksum_layout
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.transports.local import register_memory, wrap_transports
 from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, HostCopier, StagingArea, share_of

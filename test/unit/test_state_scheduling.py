@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import pytest
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, prompt_of, room_of
-from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import CopyState, PrefillChunk, Restore, StepResult
 from chitu.errors import Internal
+from chitu.fake.executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.instance.sequences import Sequence
 from chitu.kv_cache.state_row import StateSlots
 from chitu.protocol import CancelRequest, Fork, SamplingParams, pack_i32

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from draws import often
 from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
-from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 from test_state_scheduling import Poisoned, check_rows, pair, run, tokens_of_forks, with_forks
 
@@ -18,6 +17,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import KeepState, PrefillChunk, StepResult
 from chitu.errors import Internal
+from chitu.fake.executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.instance.sequences import Resources, Sequence
 from chitu.kv_cache.state_row import Snapshot, StateSlots, StateStamp, digest_of, stamp_of
 from chitu.protocol import CancelRequest, SamplingParams, pack_i32

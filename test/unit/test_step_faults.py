@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
-from support.executors import FakeExecutor, InvariantViolation, LateExecutor, LateStep, expected_tokens
+from support.executors import LateExecutor, LateStep
 from support.requests import decode_request, prefill_request, unified_request
 from test_step_overlap import check
 
@@ -31,6 +31,7 @@ from chitu.engine.executor import (
 )
 from chitu.engine.step_tokens import Checks, StepTokens
 from chitu.errors import ConfigError, Internal
+from chitu.fake.executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN
 from chitu.protocol import CancelRequest, Fork, SamplingParams, pack_i32

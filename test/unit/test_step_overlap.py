@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor, LateExecutor, expected_tokens, fake_logprobs
+from support.executors import LateExecutor
 from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
+from chitu.fake.executor import FakeExecutor, expected_tokens, fake_logprobs
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole

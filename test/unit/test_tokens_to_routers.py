@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
-from support.executors import expected_tokens
 from support.requests import decode_request, prefill_request, unified_request
 
+from chitu.fake.executor import expected_tokens
 from chitu.instance.token_manager import TokenManager
 from chitu.protocol import Finish, SamplingParams, pack_i32, token_codec
 from chitu.protocol.weights import WeightsOrder

@@ -32,7 +32,7 @@ from chitu.http.answer.choice import (
 )
 from chitu.http.answer.dialect import Endpoint
 from chitu.http.answer.formats import COMMENT, AnswerFormat, AnswerHead, FinishedChoice, UsageCount, WholeFormat
-from chitu.http.answer.proof import ChoiceSums, ChoiceTokens, Proof, headers_of, proof_of, receipt_of
+from chitu.http.answer.proof import FAKE, ChoiceSums, ChoiceTokens, Proof, headers_of, proof_of, receipt_of
 from chitu.http.answer.spans import RequestSpan, request_span
 from chitu.http.answer.token_logprobs import LogprobTables, PromptAnswer
 from chitu.http.ask.decoder import warning_header
@@ -190,6 +190,8 @@ class GenerationRoutes:
                 exchange.headers.append(warning_header(parsed.warnings))
             salt = None if parsed.asked.cache_salt is None else running.tenant + parsed.asked.cache_salt
             parsed.asked = msgspec.structs.replace(parsed.asked, cache_salt=salt, trace=running.trace)
+            if (served := self._model.layout) is not None and served.is_fake:
+                exchange.headers += FAKE
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))

@@ -23,6 +23,8 @@ from chitu.router.generation import Generation
 PREFILL, DECODE, ATTEMPTS = b"x-chitu-prefill", b"x-chitu-decode", b"x-chitu-attempts"
 CACHED_TOKENS, KV_BYTES = b"x-chitu-cached-tokens", b"x-chitu-kv-bytes"
 TIMING = b"server-timing"
+FAKE: Headers = [(b"x-chitu-fake", b"the instances are fake: they compute no model")]
+"""Of every answer of fake instances (`chitu serve --fake`)."""
 HEADERS = (PREFILL, DECODE, ATTEMPTS, CACHED_TOKENS, KV_BYTES, TIMING)
 
 

@@ -41,7 +41,7 @@ from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tools.verify.parity import Judgement, compare, damage_of, differences, limit_of
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Pair, Prober, Score, Served
 from chitu.tools.verify.report import BEHIND_P, CACHED, FORCED, Judged, Report, Rounding, report_of, wrong_pages
-from chitu.tools.verify.topology import MIN_ROUNDS, judge, refused_pairs
+from chitu.tools.verify.topology import MIN_ROUNDS, fakes, judge, refused_pairs
 
 READY_TIMEOUT_S = 1800.0
 """Timeout of the engine's start: a large model is read from disk first."""
@@ -263,6 +263,8 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     if layout is None or max_model_len is None:
         names = ", ".join(instance.name for instance in before.instances)
         raise Impossible(f"{client.url} cannot serve: {names or 'no instance'} is down")
+    if named := fakes(before):
+        raise Impossible(f"{', '.join(named)} of {client.url} compute no model: they are fake (chitu serve --fake)")
     if options.model is None:
         options = replace(options, model=_served_folder(options.url))
     prober = Prober(client, before.model, options.max_tokens, options.timeout_s)

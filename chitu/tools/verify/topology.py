@@ -50,6 +50,11 @@ class TopologyVerdict(msgspec.Struct, frozen=True):
     """All pairs of the topology, hit or not."""
 
 
+def fakes(cluster: ClusterSnapshot) -> list[str]:
+    """Return the names of the instances that compute no model (`chitu serve --fake`)."""
+    return [each.name for each in cluster.instances if each.layout is not None and each.layout.is_fake]
+
+
 def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     """Return the bytes that a prompt moves to a D of this layout: whole pages of K and V of all layers, and one logits
     row.
@@ -106,6 +111,7 @@ def judge(
         counts[report.prefill] += report.requests
         counts[report.decode] += report.requests
     reasons = [f"{name} is {status[name]}" for name in counts if status[name] != "up"]
+    reasons += [f"{name} is fake: it computes no model" for name in fakes(after)]
     reasons += [f"{name} got no request" for name, count in counts.items() if not count and status[name] == "up"]
     missed = [r for r in pairs if not r.requests and counts[r.prefill] and counts[r.decode]]
     reasons += [f"no request went over the pair {r.prefill}-{r.decode}" for r in missed]
