@@ -60,8 +60,9 @@ class BootstrapServer:
         """Return an entry for each prefill instance and each guest, by engine_rank."""
         view = self._view()
         parts = [each for each in view.instances if each.group is not None]
-        members = {m.engine_rank: _entry(m, parts) for m in view.instances if m.role is Role.PREFILL}
-        return [entry for _, entry in sorted({**self._guests, **members}.items())]
+        listed: dict[int, RouteEntry | Guest] = {**self._guests}
+        listed |= {m.engine_rank: _entry(m, parts) for m in view.instances if m.role is Role.PREFILL}
+        return [listed[rank] for rank in sorted(listed)]
 
     def handle(
         self, method: str, path: str, query: str, authorization: bytes | None = None, body: bytes = b""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import NoInstance
-from chitu.protocol.cluster import InstanceInfo, LoadReport
+from chitu.protocol.cluster import InstanceInfo, LoadReport, RouteEntry
 from chitu.protocol.requests import RequestHead
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
@@ -32,6 +32,7 @@ ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
     InstanceInfo: {"protocol": Added(21), "release": Added(21)},
     LoadReport: {"image_load": Added(21)},
     RequestHead: {"encoders": Added(21)},
+    RouteEntry: {"group": Added(21)},
 }
 """By record and field. A record that is an array gets new fields only behind the others."""
 
