@@ -44,6 +44,7 @@ from chitu.protocol import (
     token_codec,
 )
 from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.admin import Canary
 from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
 from chitu.router.candidates import Candidates, InstanceKey, instance_key
@@ -96,6 +97,7 @@ class PDRequestRouter:
         self._dispatcher = Dispatcher(members, index, clock, trace, early_token)
         selector = Selector(config, members, clock, index)
         admission = Admission(config, members, clock)
+        self._revisions = selector.revisions
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
         self._dirty = self._attempts.dirty
         self.trace = trace
@@ -111,6 +113,15 @@ class PDRequestRouter:
         """Files of the images of running requests."""
         self.counters = self._attempts.counters
         self.journal = self._attempts.journal
+
+    @property
+    def canary(self) -> Canary:
+        """Revision whose share of the requests an operator has set."""
+        return self._revisions.canary
+
+    @canary.setter
+    def canary(self, canary: Canary) -> None:
+        self._revisions.canary = canary
 
     def metrics(self) -> RouterMetrics:
         """Return the counters and the present gauges. Encode or add up the result at once; do not keep it."""

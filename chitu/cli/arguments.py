@@ -118,6 +118,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--force", action="store_true", help="even if nothing can be served meanwhile")
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it serves")
 
+    command = commands.add_parser("canary", help="send a share of the requests to one revision of the instances")
+    command.add_argument("revision", nargs="?", default="", metavar="REV", help="its label; none: end the choice")
+    command.add_argument("share", nargs="?", type=_share, default=0.0, metavar="SHARE", help="such as 10%%; 0: nothing")
+    _add_router(command)
+
     command = commands.add_parser(
         "token", help='print what an operator\'s calls need: curl -H "Authorization: Bearer $(chitu token)"'
     )
@@ -316,3 +321,11 @@ def _add_topology(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--model", metavar="PATH", help="checkpoint folder, GGUF file or Hugging Face id")
     _refuse_key(command, API_KEYS)
+
+
+def _share(text: str) -> float:
+    """Parse `10%` or `0.1`."""
+    number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100%")
+    return number

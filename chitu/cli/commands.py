@@ -1,5 +1,5 @@
-"""The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, token,
-upgrade, plan, make-model, size, bench, doctor.
+"""The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, canary,
+token, upgrade, plan, make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -239,6 +239,20 @@ def _role(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _canary(arguments: argparse.Namespace) -> int:
+    from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
+    from chitu.protocol.admin import Canary
+
+    client = RouterClient(arguments.url, credential(arguments.url))
+    set_to = client.set_canary(Canary(arguments.revision, arguments.share))
+    if set_to.revision:
+        print(f"{set_to.share:.0%} of the requests go to revision {set_to.revision}, while others can serve")
+    else:
+        print("each revision gets requests by the number of its instances")
+    return 0
+
+
 def _upgrade(arguments: argparse.Namespace) -> int:
     from chitu.launch.router_calls import credential
     from chitu.launch.router_client import RouterClient
@@ -458,6 +472,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "token": _token,
     "verify": _verify,
     "snapshot": _snapshot,
+    "canary": _canary,
     "upgrade": _upgrade,
     "replay": _replay,
     "plan": _plan,

@@ -24,7 +24,7 @@ from chitu.errors import LastInstance, UnknownInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
-from chitu.protocol.admin import DrainReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, RoleReply, WeightsState
 from chitu.protocol.weights import PauseMode
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
@@ -111,6 +111,14 @@ class Cluster:
         if (reply := await self._others.ask(self._routers(), "/admin/role", body, RoleReply)) is not None:
             return reply
         return await self._decide(lambda: self._change_role(instance, role, force))
+
+    def set_canary(self, canary: Canary) -> Canary:
+        """Send a share of this router's requests to one revision. Raises UnknownInstance if no instance has it."""
+        labels = sorted({info.revision for info in self.view.instances if info.revision})
+        if canary.revision and canary.revision not in labels:
+            raise UnknownInstance(f"no instance has the revision {canary.revision!r}; there are {', '.join(labels)}")
+        self._router.canary = canary
+        return canary
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """See `WeightsDriver`, as for the next."""

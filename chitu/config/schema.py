@@ -259,6 +259,17 @@ class SLOConfig(Section, frozen=True):
     the requests that decode. Unset: D computes no prompt, and `scheduler` alone bounds steps."""
 
 
+class CanaryConfig(Section, frozen=True):
+    """The share of requests that goes to one revision of the instances from the router's start on; `chitu canary`
+    changes it while it runs."""
+
+    revision: str = ""
+    """Label of the revision. Empty: each revision that can serve alone gets requests by the number of its
+    instances."""
+    share: Share = 0.0
+    """Its share, while other revisions can serve: 0 none, 1 all."""
+
+
 class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     """ZMQ: join, leave and drain of P and D."""
@@ -340,6 +351,10 @@ class InstanceConfig(Section, frozen=True):
     memory_fraction: Fraction | None = None
     """Share of each GPU that it uses for its weights, steps and pages; unset: an equal part of
     `cache.memory_fraction`."""
+    revision: str = ""
+    """Label of its image, weights or configuration: a request stays within one revision that can serve it alone. Empty:
+    a hash of the keys of `model` that change its numbers, and not its layout (`code`, `weights`, `prefill_attention`).
+    """
     rack: str = ""
     """Name of its rack, or of any part of the network that is faster within: until the router has measured a link, it
     takes one within a rack to be faster than others, and one within a host to be faster still."""
@@ -491,6 +506,7 @@ class RouterConfig(Section, frozen=True):
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     slo: SLOConfig = field(default_factory=SLOConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
     pd_disaggregation: PDDisaggregationConfig = field(default_factory=PDDisaggregationConfig)
     prefill_schedulers: tuple[InstanceConfig, ...] = ()
     decode_schedulers: tuple[InstanceConfig, ...] = ()

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -438,3 +439,10 @@ def has_tiers(topology: Topology, instance: Instance) -> bool:
 def has_lasting_tiers(topology: Topology) -> bool:
     """Return whether pages outlive their instance and other instances can read them."""
     return topology.cache.disk.path is not None or topology.cache.store.master is not None
+
+
+def revision_of(topology: Topology, config: InstanceConfig) -> str:
+    """Return the revision of an instance (`InstanceConfig.revision`)."""
+    model = topology.model
+    numbers = f"{model.code} {model.weights} {model.prefill_attention}"
+    return config.revision or blake2b(numbers.encode(), digest_size=4).hexdigest()

@@ -22,7 +22,7 @@ from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
 from chitu.known_types import known
 from chitu.net.client import JSON, NETWORK_ERRORS, READ_BYTES, EventParser, Server
-from chitu.protocol.admin import DrainReply, RoleReply
+from chitu.protocol.admin import Canary, DrainReply, RoleReply
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tracing.timeline import TraceAnswer
 from chitu.types import Role
@@ -173,6 +173,10 @@ class RouterClient:
     def drain(self, instance: str, force: bool) -> str:
         """Drain an instance and return its incarnation. Raise UnknownInstance, or LastInstance without `force`."""
         return self._post("/admin/drain", {"instance": instance, "force": force}, DrainReply).incarnation
+
+    def set_canary(self, canary: Canary) -> Canary:
+        """Set the share of a revision. Raise UnknownInstance if no instance has it."""
+        return self._post("/admin/canary", msgspec.structs.asdict(canary), Canary)
 
     def change_role(self, instance: str, role: Role, force: bool) -> RoleReply:
         """Have an instance change its role. Raise UnknownInstance, RoleRefused, or LastInstance without `force`."""

@@ -293,6 +293,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     """By source: output tokens that D drafted, and those of them that were right; known with D's report of the end."""
     tenant: str | msgspec.UnsetType = msgspec.UNSET
     """Tenant of the API key that asked (a hash), if the router has API keys."""
+    revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Revision of its instances, if they have one."""
 
     @property
     def first_token_s(self) -> float | None:

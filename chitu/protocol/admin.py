@@ -42,3 +42,12 @@ class WeightsState(msgspec.Struct, frozen=True):
     """Instances that do not have them yet, and get no requests before."""
     paused: PauseMode
     """Whether an operator has paused the cluster, and how."""
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """The share of requests that goes to one revision of the instances."""
+
+    revision: str
+    """Label of the revision; empty: no share is set, and each gets requests by the number of its instances."""
+    share: float
+    """From 0 (none) to 1 (all), while other revisions can serve."""

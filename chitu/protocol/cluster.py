@@ -548,6 +548,8 @@ class InstanceInfo(Wire, frozen=True):
     """Newest version of the wire that it reads."""
     release: str = ""
     """Release that it runs; empty before version 21."""
+    revision: str = ""
+    """Label of its image, weights or configuration, within which requests are paired; empty: it fits each."""
 
     @property
     def name(self) -> str:

@@ -88,6 +88,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Type of K and V."""
     served: list[str]
     """Pairs that it was tried on, as `P0-D1`; the last one finished it."""
+    revision: str = ""
+    """Revision of the instances that finished it (`revision` in the topology). Has a digest only with one."""
     prompt_token_ids: list[int]
     images: list[ReceiptImage] = []
     """Images of the prompt, in order of position. Has a digest only with some."""
@@ -116,7 +118,7 @@ def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
         if name == "sampling":
             for key, part in msgspec.structs.asdict(value).items():
                 yield f"sampling.{key}", _digest(part)
-        elif name != "digests" and (value or name not in ("adapter_hash", "weights", "images")):
+        elif name != "digests" and (value or name not in ("adapter_hash", "weights", "images", "revision")):
             yield name, _digest(value)
 
 

@@ -29,7 +29,7 @@ class Added(NamedTuple):
 
 
 ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
-    InstanceInfo: {"protocol": Added(21), "release": Added(21)},
+    InstanceInfo: {"protocol": Added(21), "release": Added(21), "revision": Added(21)},
     LoadReport: {"image_load": Added(21)},
     RequestHead: {"encoders": Added(21)},
     RouteEntry: {"group": Added(21)},

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.admin import Canary
 from chitu.protocol.cluster import KVLayout, LoadReport
 from chitu.protocol.first_prompt import FirstPrompt
 
@@ -45,6 +46,8 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     """Release that it runs. Empty while down, and before version 21 of the wire."""
     protocol: int = 0
     """Newest version of the wire that it reads; 0 while down."""
+    revision: str = ""
+    """Label of its image, weights or configuration, within which requests stay. Empty while down."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
@@ -69,6 +72,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """What a user may ask this model first."""
     protocol: int = 20
     """Newest version of the wire that the router reads."""
+    canary: Canary | None = None
+    """Revision whose share of the requests an operator has set."""
     advice: str = ""
     """What the balancer would change, and why, and an instance that is slow (`router.balance`); empty if nothing is
     due."""

@@ -248,6 +248,7 @@ class Attempt(Struct, eq=False):
             prompt_room=room_text(self.group.room) if self.group is not None else UNSET,
             drafts=self.drafts or UNSET,
             tenant=generation.request.tenant or UNSET,
+            revision=decode.revision or UNSET,
         )
 
 
@@ -311,6 +312,11 @@ class Generation:
     def num_attempts(self) -> int:
         """Number of attempts, the present one included."""
         return len(self.ended) + (self.attempt is not None)
+
+    @property
+    def revision(self) -> str:
+        """Revision of the instances of its last attempt; empty if they have none."""
+        return next((one.revision for one in reversed(self.attempts()) if one.revision), "")
 
     def attempts(self) -> list[RequestSnapshot]:
         """Return the records of all attempts, the present one last; never empty."""

@@ -24,6 +24,7 @@ from chitu.clock import Clock, RealClock
 from chitu.config.schema import RouterConfig
 from chitu.errors import NoInstance
 from chitu.protocol import ImagePart
+from chitu.protocol.admin import Canary
 from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost
 from chitu.router.image_ways import EncodersSent, ImagePlan, add_images, plan_images, usual_row_s, with_images
@@ -31,6 +32,7 @@ from chitu.router.loads import InstanceGroup, InstanceLoad
 from chitu.router.members import NO_INSTANCES, Members, longest_wait_s
 from chitu.router.policies import Policy, RoutingRequest, least_loaded, make_policy
 from chitu.router.prefix_history import PrefixHistory, prefix_names
+from chitu.router.revisions import Revisions
 from chitu.types import Role
 
 MAX_NEAR = 16
@@ -92,6 +94,7 @@ class Selector:
         self._decoded = PrefixHistory()
         """Which instances decoded which prompts and answers. Kept only where D may compute prompts."""
         self._encoders_sent = EncodersSent()
+        self.revisions = Revisions(Canary(config.canary.revision, config.canary.share))
         self._turn = first_turn
         self._arranged, self._period = Candidates(), 1
         """Common period of the two groups of these candidates."""
@@ -126,6 +129,8 @@ class Selector:
         candidates = members.candidates
         if candidates is not self._arranged:
             self._arrange(candidates)
+        if self.revisions.are_several:
+            avoid = avoid | self.revisions.draw(self._random_bits(ENTROPY_BITS))
         has_alone = self._has_alone and not images
         has_unified = bool(candidates.unified)
         has_whole = has_unified or has_alone
@@ -179,6 +184,7 @@ class Selector:
     def _arrange(self, candidates: Candidates) -> None:
         """Note what follows from new candidates."""
         self._arranged = candidates
+        self.revisions.arrange(candidates)
         self._period = lcm(len(candidates.prefill), len(candidates.decode)) or 1
         self._has_alone = any(d.computes for d in candidates.decode)
         near: dict[str, list[InstanceKey]] = {}

@@ -37,6 +37,7 @@ from chitu.config.topology import (
     has_lasting_tiers,
     has_tiers,
     inside_address,
+    revision_of,
     routers,
 )
 from chitu.config.topology_checks import check, warn_without_key
@@ -345,6 +346,7 @@ def _describe(
         device=_device_kind(instance),
         sees_images=found.image_rows > 0,
         rack=instance.config.rack,
+        revision=revision_of(topology, instance.config),
         yields=yields,
         roles=roles,
     )

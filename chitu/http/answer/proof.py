@@ -224,6 +224,7 @@ def receipt_of(
             adapter_hash=layout.adapter_hash(request.options.adapter),
             dtype=cast(Any, layout.dtype),
             served=pairs,
+            revision=generation.revision,
             prompt_token_ids=unpack_i32(request.token_ids).tolist(),
             images=[*images],
             sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),

@@ -20,6 +20,11 @@ class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     force: Annotated[bool | None, note("true: also if no request could be served meanwhile")] = None
 
 
+class CanaryBody(msgspec.Struct, forbid_unknown_fields=True):
+    revision: Annotated[str, note("label of the revision; empty: each gets requests by the number of its instances")]
+    share: Annotated[float, msgspec.Meta(ge=0, le=1), note("its share of the requests, while others can serve")] = 0.0
+
+
 class WeightsBody(msgspec.Struct, forbid_unknown_fields=True):
     path: Annotated[str, note("folder of safetensors files, by the same absolute path on every instance")]
     mixed: Annotated[
@@ -49,6 +54,7 @@ class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
 OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/drain": DrainBody,
     "/admin/role": RoleBody,
+    "/admin/canary": CanaryBody,
     "/admin/weights": WeightsBody,
     "/admin/pause": PauseBody,
     "/admin/resume": ResumeBody,

@@ -266,6 +266,12 @@ def _membership(
         ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
     ):
         yield from gauge(name, text, by_instance(numbers), PER_INSTANCE)
+    yield from gauge(
+        "chitu_instance_info",
+        "1: release and revision of a member",
+        [((one.role, one.name, one.release, one.revision), 1.0) for one in instances if one.status != "down"],
+        (*PER_INSTANCE, "release", "revision"),
+    )
     for name, text, counts in (
         ("chitu_instance_leases_expired", "Leases that ended because no heartbeat came", coordination.expired_leases),
         ("chitu_instance_deaths", "Processes that ended without leaving", coordination.deaths),

@@ -11,11 +11,11 @@ from chitu.config.schema import Topology
 from chitu.errors import InvalidRequest
 from chitu.http.answer.kept_requests import KeptRequests
 from chitu.http.ask.reader import read_body
-from chitu.http.fleet.bodies import DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
+from chitu.http.fleet.bodies import CanaryBody, DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
 from chitu.http.fleet.replies import StatusReply
 from chitu.http.wire.access import Access
 from chitu.http.wire.routes import BINARY, Route, json_response
-from chitu.protocol.admin import DrainReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, RoleReply, WeightsState
 from chitu.types import Role
 
 MAX_CHANGE_S = 86_400.0
@@ -38,6 +38,13 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
         body = await read_body(request, RoleBody)
         return json_response(await cluster.change_role(body.instance, Role(body.role), body.force is True))
+
+    async def canary(request: Request) -> Response:
+        """Send a share of the requests to one revision of the instances (`revision` in the topology), by this router.
+        `share` 0 takes all requests from it, an empty `revision` ends the choice. `GET /cluster` shows the revisions.
+        """
+        body = await read_body(request, CanaryBody)
+        return json_response(cluster.set_canary(Canary(body.revision, body.share)))
 
     async def flush_caches(request: Request) -> Response:
         """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
@@ -85,6 +92,7 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
         Route("POST", "/admin/role", role, RoleReply, (403, 404, 409)),
+        Route("POST", "/admin/canary", canary, Canary, (403, 404)),
         Route("POST", "/admin/cache/flush", flush_caches, StatusReply, (403,)),
         Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
         Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),

@@ -176,6 +176,7 @@ class SnapshotSource:
             requests=_requests(record, tenant),
             first_prompt=self._first_prompt,
             protocol=PROTOCOL_VERSION,
+            canary=canary if (canary := self._router.canary).revision else None,
             advice=balance.advice if balance is not None else "",
         )
 
@@ -260,6 +261,7 @@ def _instance(
         group,
         info.release,
         info.protocol,
+        info.revision,
     )
 
 

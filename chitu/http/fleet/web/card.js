@@ -172,11 +172,13 @@ function hitShare(load) {
 
 /** Everything known of an instance, as one line. */
 export function describe(instance, rate) {
-  const { name, role, status, becomes, home, group, host, pid, load } = instance;
+  const { name, role, status, becomes, home, group, host, pid, load, release, revision } = instance;
   const head = `${name} ${role}, ${becomes && status !== "down" ? `becomes ${becomes}` : status}`;
   if (load === null) return `${head}${host ? `, on ${host}` : ""}`;
   const parts = [
     `${head}${home ? `, started as ${home}` : ""}, ${host} pid ${pid}`,
+    ...(release ? [`release ${release}`] : []),
+    ...(revision ? [`revision ${revision}`] : []),
     ...(group?.length ? [`one group: ${group.join(", ")}`] : []),
     `${shortCount(rate)} tok/s of ${count(load.tokens ?? 0)}`,
     `waiting ${load.waiting ?? 0}, moving ${load.transferring ?? 0}, running ${load.running ?? 0}, retracted ${load.retracted ?? 0}`,
