@@ -234,13 +234,13 @@ def _build(
         cache,
         MetadataBuffers(pool.aux_rows, 4 * pool.layout.aux_numbers),
         tiers,
-        events,
         StateSlots(pool.num_state_slots),
         rank.grammars,
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
         lockstep=lockstep,
         lane=rank.lane,
+        events=events,
         report_blocks=rank.report_blocks,
     )
     group = _meet_members(instance, rank, incarnation)
