@@ -8,6 +8,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export CHITU_NIGHTLY=1
 seed=${NIGHTLY_SEED:-$((RANDOM * 32768 + RANDOM))}
 script/setup.sh --dev
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v buildah >/dev/null; then # for the image
+    apt-get -qq install -y --no-install-recommends buildah debootstrap crun >/dev/null || printf 'nightly: no buildah, so no image\n'
+fi
 printf 'nightly: %s, seed %s\n' "$(git rev-parse --short HEAD)" "$seed"
 failures=$(mktemp)
 trap 'rm -f "$failures"' EXIT

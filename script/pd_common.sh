@@ -26,6 +26,12 @@ except ConfigError as error: print(f'chitu: {error.message}', file=sys.stderr); 
     export CHITU_CLUSTER_KEY=$key
 }
 
+IMAGE_SCRIPT=/opt/chitu/script/srun_pd_disagg.sh # of deploy/Containerfile
+
+random_key() { # a cluster key for all nodes, unless the environment has one; a topology's is overridden
+    export CHITU_CLUSTER_KEY=${CHITU_CLUSTER_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+}
+
 run_node() { # TOPOLOGY MACHINE,... INDEX [argument...]: this node's processes, in place of the script
     [ -n "$2" ] || exit 2
     case ${2%%,*} in *[!0-9.]*) ;; *) export PD_MASTER_ADDR=${2%%,*} ;; esac # a name is another address on its own machine
