@@ -43,7 +43,7 @@ def executable(path: Path, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A node without .venv, and an image that has one."""
+    """Make a node without .venv, and an image that has one."""
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "scontrol", "#!/bin/sh\nexit 1\n")
     executable(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 1\n")
