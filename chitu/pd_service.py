@@ -37,6 +37,7 @@ from chitu.instance.role_change import QUIET_S, ChangeStep, QuietTime, RoleChang
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import join_orders
+from chitu.kv_transfer.alone import PullingAlone
 from chitu.kv_transfer.kv_manager import KVManager, TransferSide
 from chitu.kv_transfer.pulling import PullingSender
 from chitu.log import rename_process
@@ -169,7 +170,7 @@ class PDSchedulerService:
         info = msgspec.structs.replace(
             info,
             control_port=transfer.control_port,
-            image_port=self._comm.image_port if isinstance(transfer.side, PullingSender) else 0,
+            image_port=self._comm.image_port if isinstance(transfer.side, PullingSender | PullingAlone) else 0,
             ways=transfer.ways,
             computes=composition.role.takes != (DecodeRequest,),
         )

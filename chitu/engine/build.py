@@ -419,8 +419,9 @@ def _assemble(
     )
     mtp_tokens = topology.scheduler.mtp_tokens
     checks_rows = pool.device.type == "cuda"
-    features = feature_pool(model, plan.images.num_rows, pool.device, layout.model_hash, target.dtype)
-    images = image_table(model, plan.images.num_rows, pool.device, features)
+    rows, tp_size = plan.images.num_rows, layout.tp_size
+    features = feature_pool(model, rows, pool.device, layout.model_hash, target.dtype, tp_size)
+    images = image_table(model, rows, pool.device, features)
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps, images=images)
     weights = RankWeights(_weights_source(target, model, group, experts), runner)

@@ -21,13 +21,15 @@ from chitu.models.model import AtBlock, Model, VisionTower, vision_of
 from chitu.ops.image_rows import ImageTable
 
 
-def feature_pool(model: Model, num_rows: int, device: torch.device, model_hash: str, dtype: str) -> FeaturePool | None:
-    """Return memory for so many feature rows, which an E can write to; None without rows, or if the model makes no
-    features. `dtype`: the model's."""
+def feature_pool(
+    model: Model, num_rows: int, device: torch.device, model_hash: str, dtype: str, tp_size: int = 1
+) -> FeaturePool | None:
+    """Return memory for so many feature rows on one of `tp_size` ranks, which an E can write to; None without rows, or
+    if the model makes no features. `dtype`: the model's."""
     tower = vision_of(model)
     if tower is None or not num_rows:
         return None
-    return FeaturePool(feature_layout(model_hash, tower.shape.width, dtype), num_rows, str(device))
+    return FeaturePool(feature_layout(model_hash, tower.shape.width, dtype, tp_size), num_rows, str(device))
 
 
 def image_table(

@@ -14,8 +14,9 @@ from chitu.instance.core import InstanceCore
 from chitu.instance.image_pulls import ImagePulls
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole
-from chitu.kv_transfer.kv_manager import KVManager, NoPeers, TransferSide
-from chitu.kv_transfer.pulling import PullingSender
+from chitu.kv_transfer.alone import NoPeers, PullingAlone
+from chitu.kv_transfer.kv_manager import KVManager, TransferSide
+from chitu.kv_transfer.pulling import EncodeReceiver, PullingSender
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.protocol import InstanceInfo
@@ -40,21 +41,28 @@ thread when the instance changes its role. The engine of the core then samples i
 
 def build_prefill(core: InstanceCore, transfer: KVManager[PrefillSender]) -> Composition:
     """Compose P, which computes prompts and sends them, and has images encoded by E."""
-    side, gate = transfer.side, core.sequences.resources.images
-    gate.pulls = None
-    if isinstance(side, PullingSender):
-        most_rows, deadlines = core.settings.config.max_batched_tokens, core.settings.deadlines
-        gate.pulls = ImagePulls(side.images, side.image_aux, side.place, deadlines, most_rows, core.clock)
+    side = transfer.side
+    _set_pulls(core, side.images if isinstance(side, PullingSender) else None)
     return Composition(PrefillRole(core, side), transfer)
 
 
 def build_decode(core: InstanceCore, transfer: KVManager[DecodeReceiver]) -> Composition:
     """Compose D, which receives prompts and decodes them. If it may, it computes some itself."""
-    core.sequences.resources.images.pulls = None
+    _set_pulls(core, None)
     return Composition(DecodeRole(core, transfer.side), transfer)
 
 
 def build_unified(core: InstanceCore, transfer: KVManager[NoPeers]) -> Composition:
-    """Compose a unified instance, which has no peers."""
-    core.sequences.resources.images.pulls = None
+    """Compose a unified instance, which has no peers but E."""
+    side = transfer.side
+    _set_pulls(core, side.images if isinstance(side, PullingAlone) else None)
     return Composition(DecodeRole(core), transfer)
+
+
+def _set_pulls(core: InstanceCore, receiver: EncodeReceiver | None) -> None:
+    """Have images encoded by the E that `receiver` reaches; None: here alone."""
+    gate, settings = core.sequences.resources.images, core.settings
+    gate.pulls = None
+    if receiver is not None:
+        most_rows, aux = settings.config.max_batched_tokens, receiver.aux
+        gate.pulls = ImagePulls(receiver, aux, receiver.place, settings.deadlines, most_rows, core.clock)

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.process_watch import Lifeline, explaining
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.tp_executor import run_follower
+from chitu.errors import ChituError
 from chitu.known_types import known
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
@@ -43,6 +45,8 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     pid: int
     memory: RankMemory | None = None
     """Registered memory of a follower of P or D; P's ranks write to that of D's."""
+    features: RankMemory | None = None
+    """Registered feature region of a follower whose model sees images; E writes to it."""
     lane_base: str = ""
     """Base address of the lanes on which followers take orders (`FanOut`); set by main ranks of P, of D, and with
     tiers."""
@@ -76,12 +80,12 @@ def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports
     assert engine.group is not None
     transports: list[Transport] = []
     memory: RankMemory | None = None
+    config, pd = instance.config, topology.dp_config.router.pd_disaggregation
+    opened = partial(open_transports, pd, config.host, config.devices[tp_rank])
     if instance.role is not Role.UNIFIED:
-        config = instance.config
-        pd = topology.dp_config.router.pd_disaggregation
-        transports = open_transports(pd, config.host, config.devices[tp_rank])
+        transports = opened()
         memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
-    greetings = exchange_hellos(engine.group, RankHello(os.getpid(), memory))
+    greetings = exchange_hellos(engine.group, RankHello(os.getpid(), memory, _features(engine, tp_rank, opened)))
     lifeline = Lifeline(greetings[MAIN_RANK].pid, greetings[MAIN_RANK].lifelines[tp_rank - 1])
     # The main rank drains before it ends and needs its followers for that. If it dies, the kernel ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -94,6 +98,19 @@ def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports
         writer.close()
     # Transports and pool end with the process, right now: closing a Mooncake engine would take another second.
     return 0
+
+
+def _features(engine: RankEngine, tp_rank: int, opened: Callable[[], list[Transport]]) -> RankMemory | None:
+    """Return the record of this rank's feature region, registered with transports of its own; None if it has none, or
+    if no transport can use it: the instance then takes no features from E."""
+    features = engine.features
+    if features is None:
+        return None
+    try:
+        return rank_memory(features, tp_rank, register_memory(features, opened()))
+    except ChituError as error:
+        logger.warning("features of images are computed here, not by E: %s", error.message)
+        return None
 
 
 def _start_writer(
@@ -109,7 +126,9 @@ def _start_writer(
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
     lanes = main.lane_base, main.num_lanes
     seals = state_seals_of(pool, tp_rank, counts_copies)
-    writer = ShardFollower(pool.layout, tp_rank, pool, transports, *lanes, sums, tiers, seals)
+    features = engine.features
+    of_features = None if features is None else optional_page_sums_of(features, tp_rank)
+    writer = ShardFollower(pool.layout, tp_rank, pool, transports, *lanes, sums, tiers, seals, of_features)
     writer.start(ServiceThread)
     return writer
 

@@ -19,9 +19,10 @@ AUX_SLOTS = 64
 """Images that may be between E and P at once, on either side."""
 
 
-def feature_layout(model_hash: str, width: int, dtype: str) -> KVLayout:
-    """Return the layout of features of so many numbers a row. P and E must have the same."""
-    return KVLayout.uniform(model_hash, 1, 1, width, 1, dtype, KEY_NUMBERS, regions_per_layer=1)
+def feature_layout(model_hash: str, width: int, dtype: str, tp_size: int = 1) -> KVLayout:
+    """Return the layout of features of so many numbers a row. P and E must have the same but for `tp_size`: a row is
+    one KV head, and as ranks share a head where there are fewer heads than ranks, each rank of P has all rows."""
+    return KVLayout.uniform(model_hash, 1, 1, width, 1, dtype, KEY_NUMBERS, tp_size, regions_per_layer=1)
 
 
 class FeaturePool(KVPool):

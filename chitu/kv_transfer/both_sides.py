@@ -258,6 +258,8 @@ class KVManagerConfig:
     """Role of the side that writes. An E writes rows of features as P writes pages, and P is then the D."""
     reader: Role = Role.DECODE
     """Role of the side whose memory is written."""
+    other_readers: tuple[Role, ...] = ()
+    """More roles of that side: an E writes to instances of several."""
 
     @property
     def progress_interval_s(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from chitu.errors import ConfigError
+from chitu.kv_transfer.alone import NoPeers
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.pulling import EncodeReceiver, EncodeSender, PullingSender
 from chitu.kv_transfer.ranks import FanOut, TPPageSums, TPStateSeals
@@ -18,7 +19,7 @@ from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.protocol import ClusterView, PathLoad, RankMemory
+from chitu.protocol import RankMemory
 
 __all__ = [
     "KVManager",
@@ -30,34 +31,6 @@ __all__ = [
     "manager_of_prefill",
     "receiver_of_features",
 ]
-
-
-class NoPeers:
-    """The side of a unified instance, which has no peers: every frame is unknown."""
-
-    stale_frames = 0
-    suspended_ranks: tuple[int, ...] = ()
-    path_loads: tuple[PathLoad, ...] = ()
-    silent_prefills: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self.unknown_frames = 0
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def on_frame(self, room: bytes, payload: bytes) -> None:
-        """Count a frame."""
-        self.unknown_frames += 1
-
-    on_image_frame = on_frame
-
-    def on_view(self, view: ClusterView, router: int = 0) -> None: ...
-
-    def on_silence(self, router: int) -> None: ...
-
-    def tick(self, now_s: float) -> None: ...
 
 
 TransferSide = PrefillSender | DecodeReceiver | NoPeers
@@ -148,24 +121,38 @@ def manager_of_encode(config: KVManagerConfig, memory: OwnMemory, context: Trans
     return KVManager(sender, None, memory.transports, ways_of(memory.sessions), config.control_port)
 
 
-def receiver_of_features(config: KVManagerConfig, memory: OwnMemory, context: TransferContext) -> EncodeReceiver:
-    """Build what P receives features with. `config`: a `feature_config`. Raises TransferFailed if no transport can use
-    the memory of the features."""
-    return EncodeReceiver(config, _registered(config, memory, None, 0, is_decode=True), context)
+def receiver_of_features(
+    config: KVManagerConfig,
+    memory: OwnMemory,
+    context: TransferContext,
+    fan_out: FanOut | None = None,
+    followers: Sequence[RankMemory] = (),
+) -> EncodeReceiver:
+    """Build what P receives features with. `config`: a `feature_config`. On several TP ranks E writes every row to each
+    of them: `followers` are the feature regions of ranks 1, 2, ..., which `fan_out` has summed up. Raises
+    TransferFailed if no transport can use the memory of the features."""
+    memory = _registered(config, memory, fan_out, len(followers), is_decode=True, of_features=True)
+    return EncodeReceiver(config, memory, context, followers)
 
 
 def _registered(
-    config: KVManagerConfig, memory: OwnMemory, fan_out: FanOut | None, num_followers: int, *, is_decode: bool
+    config: KVManagerConfig,
+    memory: OwnMemory,
+    fan_out: FanOut | None,
+    num_followers: int,
+    *,
+    is_decode: bool,
+    of_features: bool = False,
 ) -> OwnMemory:
     """Return the memory of the main rank with its sessions, and with the checksums of all ranks. A transport that
-    cannot register it gets no session, and a warning."""
+    cannot register it gets no session, and a warning. `of_features`: the memory is a feature region."""
     if num_followers != config.layout.tp_size - 1:
         raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
     page_sums = memory.page_sums
     if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
         raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
     if page_sums is not None and fan_out is not None:
-        page_sums = TPPageSums(fan_out, page_sums)
+        page_sums = TPPageSums(fan_out, page_sums, of_features)
     state_seals = memory.state_seals
     if config.layout.state and (state_seals is None or (num_followers and fan_out is None)):
         raise ConfigError("the layout has state, and there is no way to sum up the state rows of all ranks")

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -93,8 +93,8 @@ class _Peer:
 
 
 class _RouterView:
-    def __init__(self, role: Role, host: str, is_pid_alive: PidAlive = pid_alive) -> None:
-        self._role = role
+    def __init__(self, roles: Collection[Role], host: str, is_pid_alive: PidAlive = pid_alive) -> None:
+        self._roles = roles
         self._host = host
         self._is_pid_alive = is_pid_alive
         self._pid_namespace = pid_namespace()
@@ -104,8 +104,8 @@ class _RouterView:
         """Router incarnation -> place, from 1, in the order in which their first views came."""
         self._peers: dict[int, _Peer] = {}
         """Peers by incarnation; the longest known first."""
-        self._holders: dict[int, int] = {}
-        """Rank -> the incarnation that had it in the last view that contained the rank."""
+        self._holders: dict[tuple[Role, int], int] = {}
+        """Role and rank -> the incarnation that had it in the last view that contained it."""
         self._dead: frozenset[int] = frozenset()
         """Incarnations that the last view reports dead, or as former ones of its members."""
         self.is_silent = False
@@ -124,7 +124,7 @@ class _RouterView:
         for peer in self._peers.values():
             peer.is_present = False
         for instance in view.instances:
-            if instance.role is self._role:
+            if instance.role in self._roles:
                 self._add(instance)
         moved = {
             p.instance.home: p for p in self._peers.values() if p.instance and p.instance.home and not p.is_present
@@ -143,12 +143,13 @@ class _RouterView:
 
     def _add(self, instance: InstanceInfo) -> None:
         rank, incarnation = instance.engine_rank, instance.incarnation
-        if self._holders.get(rank, incarnation) != incarnation:
+        place = instance.role, rank
+        if self._holders.get(place, incarnation) != incarnation:
             for other in self._peers.values():
-                if other.rank == rank:
+                if other.rank == rank and (other.instance is None or other.instance.role is instance.role):
                     other.is_displaced = True
                     other.is_replaced |= self._is_next_life(instance, other)
-        self._holders[rank] = incarnation
+        self._holders[place] = incarnation
         peer = self._peers.setdefault(incarnation, _Peer(rank))
         if not peer.was_alive_here and instance.pid > 0 and self._shares_pids(instance):
             peer.was_alive_here = all(self._is_pid_alive(pid) for pid in _pids(instance))
@@ -246,8 +247,11 @@ class _RouterView:
 class PeerView:
     """The peers of the other role in the views of all routers."""
 
-    def __init__(self, role: Role, host: str, is_pid_alive: PidAlive = pid_alive) -> None:
-        self._make = partial(_RouterView, role, host, is_pid_alive)
+    def __init__(
+        self, role: Role, host: str, is_pid_alive: PidAlive = pid_alive, other_roles: Collection[Role] = ()
+    ) -> None:
+        """`other_roles`: more roles of peers."""
+        self._make = partial(_RouterView, (role, *other_roles), host, is_pid_alive)
         self._views: dict[int, _RouterView] = {0: self._make()}
         """By index of the router in the list."""
 

@@ -1,4 +1,5 @@
-"""Features of images from E to P, by the protocol of KV from P to D: E is its P, and P its D.
+"""Features of images from E to P, by the protocol of KV from P to D: E is its P, and P its D. A unified instance gets
+them as P does (`alone.py`).
 
 A row of P's feature region is a page (`kv_cache/feature_pool.py`), so registration, announcement, writes, checksums,
 deadlines, fences and quarantine are those of `sending.py` and `receiving.py`. P has its receiver beside its sender to
@@ -8,12 +9,11 @@ are for: `EncodeReceiver` repeats it until the room is over, `EncodeSender` give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chitu.errors import BadFrame
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext, TransferEvent, TransferEventKind
-from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.peers import RegistrationState
 from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.receiving import DecodeReceiver
@@ -25,23 +25,29 @@ from chitu.protocol import (
     InstanceInfo,
     KVLayout,
     PeerMessage,
+    RankMemory,
     encode,
 )
 from chitu.types import REGISTRATION_ROOM, Role, room_text
 
+READERS = Role.PREFILL, Role.UNIFIED
+"""Roles of instances that may have images encoded by E: those that compute prompts."""
 ENDS = frozenset({TransferEventKind.SUCCESS, TransferEventKind.FAILED, TransferEventKind.RELEASED})
 
 
-def feature_config(config: KVManagerConfig, layout: KVLayout, control_port: int) -> KVManagerConfig:
+def feature_config(
+    config: KVManagerConfig, layout: KVLayout, control_port: int, reader: Role = Role.PREFILL
+) -> KVManagerConfig:
     """Return the configuration of either end of a transfer of features. All rows are verified: a row in a wrong place
-    hardly shows in tokens."""
+    hardly shows in tokens. `reader`: role of the end that has them written to it, of those in `READERS`."""
     return replace(
         config,
         layout=layout,
         control_port=control_port,
         verify_kv="all",
         writer=Role.ENCODE,
-        reader=Role.PREFILL,
+        reader=reader,
+        other_readers=tuple(role for role in READERS if role is not reader),
     )
 
 
@@ -66,10 +72,19 @@ class EncodeSender(PrefillSender):
 class EncodeReceiver(DecodeReceiver):
     """P's side."""
 
-    def __init__(self, config: KVManagerConfig, memory: OwnMemory, context: TransferContext) -> None:
-        super().__init__(config, memory, context)
+    def __init__(
+        self,
+        config: KVManagerConfig,
+        memory: OwnMemory,
+        context: TransferContext,
+        followers: Sequence[RankMemory] = (),
+    ) -> None:
+        """`followers`: feature regions of ranks 1, 2, ...; E writes each row to all ranks."""
+        super().__init__(config, memory, context, followers)
         self._send_frame = context.send_frame
         self.aux = memory.aux
+        """Aux rows of the feature pool."""
+        self.place = config.engine_rank, config.incarnation
         self._orders: dict[bytes, tuple[InstanceInfo, bytes]] = {}
         """By room: the E, and the encoded order. Under the lock."""
         self._orders_due_s = 0.0
@@ -130,12 +145,6 @@ class PullingSender(PrefillSender):
     ) -> None:
         super().__init__(config, memory, context, fan_out)
         self.images = images
-        self.place = config.engine_rank, config.incarnation
-
-    @property
-    def image_aux(self) -> MetadataBuffers:
-        """Aux rows of the feature pool."""
-        return self.images.aux
 
     def start(self) -> None:
         super().start()

@@ -84,6 +84,8 @@ class SumPages(Order, frozen=True, tag="sum"):
     first_layer: int
     end_layer: int
     pages: bytes
+    of_features: bool = False
+    """Whether the pages are rows of the feature region (`kv_cache/feature_pool.py`)."""
 
 
 class SealState(Order, frozen=True, tag="seal_state"):

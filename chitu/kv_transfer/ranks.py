@@ -2,8 +2,8 @@
 own pages.
 
 On P all ranks write pages and compute their checksums; on D, which writes nothing, they compute checksums
-(`verify_kv`). If pages are kept in tiers, every rank copies its own. The main rank sends an order to every follower,
-does its own part, then waits for all answers.
+(`verify_kv`), as all do of features, which an E writes to each of them. If pages are kept in tiers, every rank copies
+its own. The main rank sends an order to every follower, does its own part, then waits for all answers.
 
 `FanOut` (main rank) owns the *lanes*: one socket per follower each. One thread at a time uses a lane, under its lock;
 at the other end each follower has one thread per lane (`ShardFollower`), which owns its socket and processes its orders
@@ -252,14 +252,17 @@ class TPDecodeWriter:
 
 
 class TPPageSums:
-    """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up."""
+    """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up. `of_features`: of their
+    feature regions."""
 
-    def __init__(self, fan_out: FanOut, own: PageSums) -> None:
+    def __init__(self, fan_out: FanOut, own: PageSums, of_features: bool = False) -> None:
         self._fan_out = fan_out
         self._own = own
+        self._of_features = of_features
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
-        order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
+        place = layers.start, layers.stop
+        order = SumPages(self._fan_out.next_number(), *place, pack_i32(pages), self._of_features)
         result = self._fan_out.sum_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
         failures = result.failures()
         if failures:
@@ -402,7 +405,9 @@ class ShardFollower:
         page_sums: PageSums | None = None,
         tiers: TierMemory | None = None,
         state_seals: StateSeals | None = None,
+        feature_sums: PageSums | None = None,
     ) -> None:
+        """`feature_sums`: of this rank's feature region, if it has one."""
         self._layout = layout
         self._tp_rank = tp_rank
         self._memory = memory
@@ -410,6 +415,7 @@ class ShardFollower:
         self._page_sums = page_sums
         self._tiers = tiers
         self._state_seals = state_seals
+        self._feature_sums = feature_sums
         self._writers: dict[int, ShardWriter] = {}
         """Writers by D's incarnation; lane 0 changes it, the other lanes look up."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -468,10 +474,7 @@ class ShardFollower:
                 assert self._state_seals is not None, "the layout has state on every rank"
                 return OrderAnswer(order.number, seal=self._state_seals.seal(order.slot))
             if isinstance(order, SumPages):
-                if self._page_sums is None:
-                    raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
-                sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
-                return OrderAnswer(order.number, sums=sums.tobytes())
+                return OrderAnswer(order.number, sums=self._sum(order).tobytes())
             if isinstance(order, CopyShard):
                 self._copy(order)
                 return OrderAnswer(order.number)
@@ -480,6 +483,13 @@ class ShardFollower:
         except ChituError as error:
             is_fenced = not isinstance(error, WriteError) or error.fenced
             return OrderAnswer(order.number, is_fenced=is_fenced, code=error.code, message=error.message)
+
+    def _sum(self, order: SumPages) -> Int64s:
+        page_sums = self._feature_sums if order.of_features else self._page_sums
+        if page_sums is None:
+            what = "features of images" if order.of_features else "verify_kv"
+            raise TransferFailed(f"TP rank {self._tp_rank} was not set up for {what}")
+        return page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
 
     def _copy(self, order: CopyShard) -> None:
         assert self._tiers is not None, "the main rank has tiers by the same topology"

@@ -80,7 +80,7 @@ class PrefillSender:
         self._clock = context.clock
         self._lock = threading.Lock()
         self._out = TransferOutbox(context, logger)
-        self._view = PeerView(config.reader, config.host, context.is_pid_alive)
+        self._view = PeerView(config.reader, config.host, context.is_pid_alive, config.other_readers)
         unit_bytes = max(1, sum(memory.pool.page_bytes) // config.layout.num_layers)
         batch_bytes = batch_bytes_of(memory.transports, config.max_batch_bytes)
         self.queue = TransferQueue(self._work, batch_bytes // unit_bytes)

@@ -88,7 +88,7 @@ def _why_not_encoded(new: InstanceInfo, other: InstanceInfo) -> str:
     hashes = new.layout.model_hash, other.layout.model_hash
     if hashes[0] != hashes[1]:
         return f"{_two(new, other)} (model_hash: {hashes[0]} != {hashes[1]}): give both the same checkpoint"
-    if Role.PREFILL not in (new.role, other.role):
+    if {Role.PREFILL, Role.UNIFIED}.isdisjoint((new.role, other.role)):
         return ""
     return _why_other_memory(new, other) or _why_unreachable(new, other)
 
@@ -113,7 +113,9 @@ def _why_unreachable(new: InstanceInfo, other: InstanceInfo) -> str:
 
 
 def _roles(new: InstanceInfo, other: InstanceInfo) -> str:
-    return "P and E" if Role.ENCODE in (new.role, other.role) else "P and D"
+    if Role.ENCODE in (new.role, other.role):
+        return "unified instances and E" if Role.UNIFIED in (new.role, other.role) else "P and E"
+    return "P and D"
 
 
 def _two(new: InstanceInfo, other: InstanceInfo) -> str:

@@ -23,16 +23,16 @@ from chitu.instance.core import InstanceCore, LoadedEngine
 from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.state_sums import state_seals_of
+from chitu.kv_transfer.alone import NoPeers, PullingAlone
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import (
     KVManager,
-    NoPeers,
     manager_of_decode,
     manager_of_prefill,
     receiver_of_features,
 )
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.pulling import EncodeReceiver, feature_config
+from chitu.kv_transfer.pulling import READERS, EncodeReceiver, feature_config
 from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import Waker
@@ -58,9 +58,11 @@ class Compositions:
         waker: Waker,
         fan_out: FanOut | None,
         followers: Sequence[RankMemory],
+        features: Sequence[RankMemory],
         factories: Factories,
     ) -> None:
-        """`instance`: as the process was started. `followers`: registered memory of TP ranks 1, 2, ..."""
+        """`instance`: as the process was started. `followers`: registered memory of TP ranks 1, 2, ...;
+        `features`: their feature regions."""
         self._topology = topology
         self._instance = instance
         self._rank = rank
@@ -69,6 +71,7 @@ class Compositions:
         self._waker = waker
         self._fan_out = fan_out
         self._followers = followers
+        self._features = features
         self._factories = factories
         self._transports: list[Transport] = []
         self._feature_memory: OwnMemory | None = None
@@ -87,8 +90,6 @@ class Compositions:
     def _composed(self, core: InstanceCore, info: InstanceInfo) -> Composition:
         """Compose the role with its transfer layer."""
         role = info.role
-        if role is Role.UNIFIED:
-            return build_unified(core, KVManager(NoPeers(), self._fan_out, self._transports))
         pd = self._topology.dp_config.router.pd_disaggregation
         config = KVManagerConfig(
             engine_rank=info.engine_rank,
@@ -100,28 +101,29 @@ class Compositions:
             transfer_threads=pd.transfer_threads,
             verify_kv=pd.verify_kv,
         )
-        memory = self._own_memory(role)
         context = TransferContext(
             self._comm.send_peer, self._waker.wake, RealClock(), self._comm.tracer, self._comm.version_of
         )
-        if role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
-            images = self._feature_receiver(config, context)
+        images = self._feature_receiver(config, role, context) if role in READERS else None
+        if role is Role.UNIFIED:
+            side = NoPeers() if images is None else PullingAlone(images)
+            return build_unified(core, KVManager(side, self._fan_out, self._transports))
+        memory = self._own_memory(role)
+        if role is Role.PREFILL:  # its followers have memory too, but only E write to it, to feature regions
             return build_prefill(core, manager_of_prefill(config, memory, context, self._fan_out, images))
         return build_decode(core, manager_of_decode(config, memory, context, self._fan_out, self._followers))
 
-    def _feature_receiver(self, config: KVManagerConfig, context: TransferContext) -> EncodeReceiver | None:
-        """Return what P receives features with; None if it takes none from E."""
+    def _feature_receiver(self, config: KVManagerConfig, role: Role, context: TransferContext) -> EncodeReceiver | None:
+        """Return what this role receives features with; None if it takes none from E."""
         features, own = self._rank.features, self._instance.config
-        if (
-            features is None or own.tp_size > 1 or not self._comm.image_port
-        ):  # followers have features, too, and no way to get them
+        if features is None or not self._comm.image_port or len(self._features) != own.tp_size - 1:
             return None
         pd = self._topology.dp_config.router.pd_disaggregation
         try:
             if self._feature_memory is None:
                 self._feature_memory = feature_memory(features, self._factories, pd, own)
-            config = feature_config(config, features.layout, self._comm.image_port)
-            return receiver_of_features(config, self._feature_memory, context)
+            config = feature_config(config, features.layout, self._comm.image_port, role)
+            return receiver_of_features(config, self._feature_memory, context, self._fan_out, self._features)
         except ChituError as error:
             logger.warning("features of images are computed here, not by E: %s", error.message)
             return None

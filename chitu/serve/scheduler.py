@@ -217,7 +217,7 @@ def _build(
         )
     waker, pool = Waker(), rank.pool
     cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
-    fan_out = _fan_out(topology, instance) if rank.group is not None else None
+    fan_out = _fan_out(topology, instance, rank) if rank.group is not None else None
     tiers: PrefixTiers | NoTiers = NoTiers()
     tier_file = -1
     if has_tiers(topology, instance):
@@ -248,7 +248,8 @@ def _build(
     if group is not None:
         info = msgspec.structs.replace(info, group=group.place)
     followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
-    compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
+    features = [greeting.features for greeting in greetings if greeting.features is not None]
+    compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, features, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
     images = image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
@@ -292,7 +293,7 @@ def _join_followers(
 
     lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
     lifelines = open_lifelines(instance.config.tp_size - 1)
-    greetings = exchange_hellos(rank.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
+    greetings = exchange_hellos(rank.group, RankHello(os.getpid(), None, None, *lanes, tier_file, lifelines))
     if fan_out is not None:
         fan_out.wait_connected()
     assert isinstance(rank.runner, ModelRunner)
@@ -352,12 +353,12 @@ def _describe(
     )
 
 
-def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
+def _fan_out(topology: Topology, instance: Instance, rank: BuiltRank) -> FanOut | None:
     """Return the main rank's channels to its followers; None if the followers only execute steps."""
     pd, num_followers = topology.dp_config.router.pd_disaggregation, instance.config.tp_size - 1
     if instance.role is not Role.UNIFIED:  # D has lanes for writes, too, which it uses once it has become P
         return FanOut(num_followers, pd.transfer_threads)
-    return FanOut(num_followers, 0) if has_tiers(topology, instance) else None
+    return FanOut(num_followers, 0) if has_tiers(topology, instance) or rank.features is not None else None
 
 
 def _build_tiers(
