@@ -31,6 +31,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
     from chitu.instance.sequences import Sequence as Request
 
 logger = logging.getLogger(__name__)
+
+WhenRead = Callable[[Callable[[], None]], None]
+"""Function that calls its argument once the newest launched step is read; at once if it has been."""
 
 NO_VISION = ExecutorInfo(0, 0, 0, 0, ())
 """Of an executor that takes no images."""
@@ -403,22 +407,37 @@ class ImageGate:
         if images.first < len(images.parts):
             self.waiting[sequence.room] = sequence
 
-    def note_computed(self, sequence: Request) -> None:
+    def note_computed(self, sequence: Request, when_read: WhenRead) -> None:
         """Give up the features whose rows are computed by the launched steps."""
         assert sequence.images is not None
         for image in sequence.images.pass_computed(sequence.kv_len):
-            self.store.unpin(image)
+            self._unpin(image, when_read)
         if sequence.images.first == len(sequence.images.parts):
             self.waiting.pop(sequence.room, None)
 
-    def leave(self, sequence: Request) -> None:
+    def _unpin(self, image: StoredImage, when_read: WhenRead) -> None:
+        """Keep an image for one prompt fewer. An E does not wait for our device: it is lent no rows that an unread step
+        reads."""
+        if self.pulls is None:
+            self.store.unpin(image)
+        else:
+            when_read(partial(self.store.unpin, image))
+
+    def leave(self, sequence: Request, when_read: WhenRead) -> None:
         """Give up all that a prompt has, which computes no more, or is to begin anew. Idempotent."""
         if self.waiting.pop(sequence.room, None) is None:
             return
-        self._unplace_all(sequence)
-        if self.batch is not None and all(image.pins == 1 for image in self.batch.images):
+        assert sequence.images is not None
+        while sequence.images.placed:
+            self._unpin(sequence.images.unplace(), when_read)
+        if self.batch is not None and not self._is_placed(self.batch):
             self._give_up_batch(self.batch)
         self._drop_unwanted()
+
+    def _is_placed(self, batch: TowerBatch) -> bool:
+        """Return whether a prompt has an image of the batch placed. Its pins do not tell: they may outlast a prompt."""
+        placed = {id(image) for each in self.waiting.values() if each.images for image in each.images.placed}
+        return any(id(image) in placed for image in batch.images)
 
     def _give_up_batch(self, batch: TowerBatch) -> None:
         """Have the tower stop. Nobody waits for its images, or they are of other weights."""
@@ -619,9 +638,9 @@ class ImageGate:
         pulls.begin(image, encoder, asked.router)
         return True
 
-    def after_launch(self, when_read: Callable[[Callable[[], None]], None]) -> None:
-        """Note that the newest plan is launched. `when_read` calls once its step is read: then the patches of images
-        that it completes are of no use any more."""
+    def after_launch(self, when_read: WhenRead) -> None:
+        """Note that the newest plan is launched. Once its step is read, the patches of images that it completes are of
+        no use any more."""
         batch = self.batch
         if batch is None:
             return
@@ -630,7 +649,7 @@ class ImageGate:
             return
         self.batch = None
         for image in batch.images:
-            self.store.unpin(image)
+            self._unpin(image, when_read)
         self.num_encoded += len(batch.images)
         when_read(lambda: self._drop_encoded(batch.asked))
 

@@ -175,7 +175,7 @@ class PrefillManager:
             sequence = chunk.sequence
             sequence.kv_len += chunk.length
             if sequence.images is not None:
-                self._images.note_computed(sequence)
+                self._images.note_computed(sequence, self._resources.when_read)
             if sequence.remaining_prompt:
                 continue
             self._load.note_prompt(sequence.prompt_len, sequence.prompt.cached_tokens)

@@ -538,7 +538,7 @@ class Resources:
     def leave_images(self, sequence: Sequence) -> None:
         """Give up the features of a sequence that computes no more."""
         if sequence.images is not None:
-            self.images.leave(sequence)
+            self.images.leave(sequence, self.when_read)
 
     def _free_aux(self, sequence: Sequence) -> None:
         if sequence.holds.aux_slot >= 0:

@@ -1,5 +1,5 @@
-"""E with every kind of instance that computes prompts, and more than one of each: what the rows of a prompt give, and the
-tokens, are those of `transformers`, and no image was encoded where the prompt is computed."""
+"""E with every kind of instance that computes prompts, and more than one of each: what the rows of a prompt give, and
+the tokens, are those of `transformers`, and no image was encoded where the prompt is computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from test_image_cluster import (
     Reference,
     ask_all,
     asked,
-    image_part,
     make_experts,
-    picture,
     require_right,
-    user,
 )
-from test_role_change import ANY_PORTS, client
+from test_role_change import client
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -93,7 +90,9 @@ def wait_registered(cluster: LocalCluster) -> None:
     names = list(loads(cluster))
     for name in names:
         for encoder in [each for each in names if each[0] == "E" and name[0] in "PU"]:
-            wait_until(lambda n=name, e=encoder: f"registered with {e}" in cluster.logs(n), 30, f"{name} with {encoder}")
+            wait_until(
+                lambda n=name, e=encoder: f"registered with {e}" in cluster.logs(n), 30, f"{name} with {encoder}"
+            )
 
 
 def test_rows_and_tokens_are_right_with_what_e_encodes(cluster: LocalCluster, reference: Reference) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from image_world import SEEING, Seeing
@@ -21,8 +23,10 @@ from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import manager_of_encode, receiver_of_features
-from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers, rank_memory
 from chitu.kv_transfer.pulling import feature_config
+from chitu.kv_transfer.ranks import FanOut, ShardFollower
+from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle
 from chitu.net.threads import Waker
 from chitu.protocol import ClusterView, InstanceInfo, LostInstance, unpack_i32
@@ -105,18 +109,41 @@ class ToyEncoder:
             pass
 
 
-class EncodeWorld:
-    def __init__(self, num_encoders: int = 2, image_rows: int = 128, **kw: int) -> None:
-        import msgspec
+class FeatureRank:
+    """Rank 1 of the P: its feature region, and the thread that sums it up."""
 
+    def __init__(self, fabric: FakeFabric, image_rows: int) -> None:
+        layout = msgspec.structs.replace(LAYOUT, tp_size=2)
+        self.pool = FeaturePool(layout, image_rows, num_aux_slots=8)
+        self.fan_out = FanOut(1, 0)
+        sums = page_sums_of(self.pool, 1)
+        lanes = self.fan_out.base, self.fan_out.num_lanes
+        self._follower = ShardFollower(layout, 1, self.pool, [], *lanes, feature_sums=sums)
+        self._follower.start(lambda name, target: threading.Thread(target=target, name=name))
+        self.fan_out.wait_connected()
+        self.memory = rank_memory(self.pool, 1, register_memory(self.pool, [BendingTransport(fabric, "P.1")]))
+
+    def close(self) -> None:
+        self.fan_out.close()
+        self._follower.close()
+
+
+class EncodeWorld:
+    def __init__(
+        self, num_encoders: int = 2, image_rows: int = 128, has_ranks: bool = False, overlap: bool = False, **kw: int
+    ) -> None:
+        """`has_ranks`: the P has two TP ranks; close the second one (`rank`)."""
         self.fabric, self.clock = FakeFabric(), FakeClock()
         self._frames: deque[tuple[int, bytes, bytes]] = deque()
         info: ExecutorInfo = msgspec.structs.replace(SEEING, image_rows=image_rows)
-        self.p = Seeing(info=info, clock=self.clock)
-        self.pool = FeaturePool(LAYOUT, image_rows, num_aux_slots=8)
+        self.p = Seeing(info=info, clock=self.clock, overlap=overlap)
+        self.layout = msgspec.structs.replace(LAYOUT, tp_size=2) if has_ranks else LAYOUT
+        self.pool = FeaturePool(self.layout, image_rows, num_aux_slots=8)
         self.p.executor.region = region_of(self.pool)
         memory, config, context = self.ends(self.pool, BendingTransport(self.fabric, "P"), 0, 1, P_PORT)
-        self.receiver = receiver_of_features(config, memory, context)
+        self.rank = FeatureRank(self.fabric, image_rows) if has_ranks else None
+        ranks = (self.rank.fan_out, [self.rank.memory]) if self.rank is not None else (None, [])
+        self.receiver = receiver_of_features(config, memory, context, *ranks)
         self.pulls = ImagePulls(self.receiver, memory.aux, (0, 1), DEADLINES, 16, self.clock)
         self.p.gate.pulls = self.pulls
         self.encoders = [ToyEncoder(self, rank, **kw) for rank in range(num_encoders)]
@@ -128,9 +155,9 @@ class EncodeWorld:
     ) -> tuple[OwnMemory, KVManagerConfig, TransferContext]:
         aux = MetadataBuffers(pool.aux_rows, 4 * LAYOUT.aux_numbers)
         memory = OwnMemory(pool, aux, [transport], page_sums_of(pool, 0))
-        base = KVManagerConfig(rank, incarnation, "127.0.0.1", port, LAYOUT, DEADLINES)
+        base = KVManagerConfig(rank, incarnation, "127.0.0.1", port, pool.layout, DEADLINES)
         context = TransferContext(self._send, lambda: None, self.clock, is_pid_alive=lambda pid: True)
-        return memory, feature_config(base, LAYOUT, port), context
+        return memory, feature_config(base, pool.layout, port), context
 
     def _send(self, host: str, port: int, room: bytes, payload: bytes) -> None:
         self._frames.append((port, room, payload))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from encode_world import DEADLINES, ROW_BYTES, EncodeWorld
@@ -11,6 +13,8 @@ from support.fake_transport import Fault, FaultKind
 from support.images import image, key_of
 
 from chitu.errors import InvalidRequest
+from chitu.instance.images import StoredImage
+from chitu.instance.sequences import Sequence
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ImagePart
 
@@ -280,4 +284,28 @@ def test_frames_that_come_twice_or_never_change_nothing() -> None:
     load = world.encoders[0].scheduler.load
     assert load.images == 3 and load.tokens == 18
     assert msgspec.structs.asdict(load)["image_rows"] == 64
+    world.check_empty()
+
+
+def test_rows_that_an_unread_step_reads_are_lent_to_nobody() -> None:
+    """E writes whenever it likes, and a step that is launched may run much later on a GPU."""
+    world = EncodeWorld(2, overlap=True)
+    gate, resources = world.p.gate, world.p.scheduler._core.sequences.resources
+    read_by: dict[int, int] = {}
+    note, unpin, lent = gate.note_computed, gate.store.unpin, list[int]()
+
+    def noting(sequence: Sequence, when_read: Callable[[Callable[[], None]], None]) -> None:
+        assert sequence.images is not None
+        for each in sequence.images.placed:
+            read_by[id(each)] = resources._num_launched
+        note(sequence, when_read)
+
+    def unpinning(image: StoredImage) -> None:
+        if id(image) in read_by:
+            lent.append(resources._num_read - read_by[id(image)])
+        unpin(image)
+
+    gate.note_computed, gate.store.unpin = noting, unpinning  # type: ignore[method-assign]
+    ask(world, 0)
+    assert len(lent) == 3 and min(lent) >= 0, "an image may be written again before the step that reads it has run"
     world.check_empty()
