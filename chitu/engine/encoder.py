@@ -1,5 +1,5 @@
 """What an E computes with: the vision tower alone, and a region for its features. Built once by the main thread, used
-by the step thread."""
+by the step thread. Its weights change as those of a rank with the whole model (`engine/weights.py`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from chitu.engine.batch import upload_tensor
 from chitu.engine.build import BuildProgress, resolve_dtype
 from chitu.engine.executor import EncodeImage
 from chitu.engine.memory_budget import num_image_rows
+from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
 from chitu.kv_cache.pool import TORCH_DTYPES
-from chitu.models.config import model_hash, read_model_spec
+from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.models.feature_mark import feature_mark
 from chitu.models.generic.vision import Vision
+from chitu.models.tensors import copy_numbers
 from chitu.models.weights import WeightSource
 from chitu.net.control_groups import usable_cores
 from chitu.ops.image_rows import ImageTable
@@ -31,14 +34,37 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class TowerEncoder:
-    """Implements `FeatureMaker`."""
+class LoneTower:
+    """The vision tower of a model without the rest of it."""
 
-    tower: Vision
+    vision: Vision
+    dtype: torch.dtype
+    tensors: dict[str, torch.Tensor]
+    """Of the tower (`models/tensors.py`)."""
+
+
+@dataclass(slots=True)
+class TowerEncoder:
+    """Implements `FeatureMaker`, and `Changeable`."""
+
+    model: LoneTower
     pool: FeaturePool
     table: ImageTable
     max_model_len: int
     threads: int
+    mark: bytes
+    weights: RankWeights | None = None
+    """Changes the weights of the tower while it serves; set once."""
+
+    @property
+    def tower(self) -> Vision:
+        return self.model.vision
+
+    @torch.inference_mode()
+    def change_model(self, model: LoneTower) -> None:
+        """Compute with the numbers of another tower from now on. Step thread, between two calls of `encode`."""
+        copy_numbers(self.model, model)
+        self.mark = feature_mark(self.model.tensors)
 
     def prepare_thread(self) -> None:
         """Set up the math library, whose settings are per thread. Call it first on the step thread."""
@@ -61,15 +87,13 @@ class TowerEncoder:
         return ready
 
     @torch.inference_mode()
-    def name_row(self, slot: int, key: bytes) -> None:
-        self.pool.name_row(slot, key)
+    def name_row(self, slot: int, key: bytes, mark: bytes) -> None:
+        self.pool.name_row(slot, key, mark)
 
 
 def build_encoder(topology: Topology, instance: Instance, progress: BuildProgress) -> TowerEncoder:
     """Read the tower of `model.path` and allocate the rows. Raises ConfigError (UnsupportedModel) if the model has
     none that can be used."""
-    from chitu.models.generic.model import build_tower  # transformers' modules: seconds and memory
-
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
     device = torch.device(instance.config.devices[MAIN_RANK])
@@ -82,15 +106,30 @@ def build_encoder(topology: Topology, instance: Instance, progress: BuildProgres
         raise ConfigError(f"{instance.key}: {spec.architecture} has no vision tower that an E could serve")
     dtype = resolve_dtype(topology.model.dtype, spec, device)
     progress.state("loading")
-    source = WeightSource(
-        path, TORCH_DTYPES[dtype], device, progress.loading, spec.quantization, prefix=spec.tensor_prefix
-    )
-    with torch.inference_mode(), source as opened:
-        tower = build_tower(path, spec, TORCH_DTYPES[dtype], device, opened)
-    num_rows, shape = num_image_rows(topology.cache, spec), tower.shape
+    model = load_tower(path, spec, TORCH_DTYPES[dtype], device, progress.loading)
+    num_rows, shape = num_image_rows(topology.cache, spec), model.vision.shape
     pool = FeaturePool(feature_layout(model_hash(path, spec.code), shape.width, dtype), num_rows, str(device))
     table = ImageTable(
         shape, num_rows, TORCH_DTYPES[dtype], device, lambda values: upload_tensor(values, device), pool.features
     )
     logger.info("%d rows for features of images, %d bytes each", num_rows, pool.page_bytes[0])
-    return TowerEncoder(tower, pool, table, spec.max_model_len, threads)
+    encoder = TowerEncoder(model, pool, table, spec.max_model_len, threads, feature_mark(model.tensors))
+
+    def load_into_host_memory(folder: str) -> LoneTower:
+        return load_tower(folder, spec, TORCH_DTYPES[dtype], torch.device("cpu"), lambda done, total: None)
+
+    encoder.weights = RankWeights(WeightsSource(path, spec, load_into_host_memory, False, False), encoder)
+    return encoder
+
+
+def load_tower(
+    path: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, report: Callable[[int, int], None]
+) -> LoneTower:
+    """Read the tower of a folder whose model is of this kind. `report`: gets how many bytes are read, and of how
+    many."""
+    from chitu.models.generic.model import build_tower  # transformers' modules: seconds and memory
+
+    source = WeightSource(path, dtype, device, report, spec.quantization, prefix=spec.tensor_prefix)
+    with torch.inference_mode(), source as opened:
+        tower = build_tower(path, spec, dtype, device, opened)
+    return LoneTower(tower, dtype, tower.tensors())

@@ -17,6 +17,7 @@ from chitu.engine.executor import EncodeImage, StepPlan, TowerCost, TowerTurn
 from chitu.engine.tower_turns import TowerTurns
 from chitu.errors import Internal
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
+from chitu.models.feature_mark import feature_mark
 from chitu.models.model import AtBlock, Model, VisionTower, vision_of
 from chitu.ops.image_rows import ImageTable
 
@@ -29,7 +30,9 @@ def feature_pool(
     tower = vision_of(model)
     if tower is None or not num_rows:
         return None
-    return FeaturePool(feature_layout(model_hash, tower.shape.width, dtype, tp_size), num_rows, str(device))
+    pool = FeaturePool(feature_layout(model_hash, tower.shape.width, dtype, tp_size), num_rows, str(device))
+    pool.mark = feature_mark(tower.tensors())
+    return pool
 
 
 def image_table(

@@ -15,17 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any, Protocol
 
 import torch
 
 from chitu.engine.memory_budget import available_cpu_bytes
-from chitu.engine.model_runner import ModelRunner
 from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, ConfigError, UnsupportedModel
 from chitu.models.checkpoint import damaged_tensor
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_stamp
 from chitu.models.draft_layer import with_draft_layer
-from chitu.models.model import Model
+from chitu.models.feature_mark import feature_mark
+from chitu.models.model import vision_of
 from chitu.models.tensors import tensors_of, why_unlike
 from chitu.models.window_state import with_window_state
 
@@ -41,7 +42,7 @@ class _Reading:
     """What a thread reads; it writes `result` last."""
 
     thread: Thread | None = None
-    model: Model | None = None
+    model: Any = None
     result: ReadWeights | None = None
 
 
@@ -52,16 +53,29 @@ class WeightsSource:
     path: str
     """Folder that the instance was started with: it has the tokenizer."""
     spec: ModelSpec
-    load: Callable[[str], Model]
-    """Loads a folder like it, into host memory."""
+    load: Callable[[str], Any]
+    """Loads a folder like it, into host memory: what `Changeable.change_model` takes."""
     has_adapters: bool
     window_state: bool
+
+
+class Changeable(Protocol):
+    """What computes with a model: a `ModelRunner`, or the tower of an E."""
+
+    @property
+    def model(self) -> Any:
+        """What `WeightsSource.load` returns one like: a model, or the part of one."""
+        ...
+
+    def change_model(self, model: Any, /) -> None:
+        """Compute with the numbers of this one from now on."""
+        ...
 
 
 class RankWeights:
     """A `WeightsLoader` of one rank."""
 
-    def __init__(self, source: WeightsSource, runner: ModelRunner) -> None:
+    def __init__(self, source: WeightsSource, runner: Changeable) -> None:
         self._source = source
         self._runner = runner
         self.fingerprint: Callable[[str, str], bytes | None] = lambda path, found: None
@@ -106,7 +120,9 @@ class RankWeights:
             fingerprint = self.fingerprint(path, found)
             if weights_stamp(path) != stamp:
                 raise ConfigError(f"{path}: its files were written while they were read")
-            reading.model, reading.result = model, ReadWeights(found, "", fingerprint)
+            tower = vision_of(model)
+            mark = b"" if tower is None else feature_mark(tower.tensors())
+            reading.model, reading.result = model, ReadWeights(found, "", fingerprint, mark)
         except ChituError as error:
             reading.result = ReadWeights(error=error.message)
         except Exception as error:  # a damaged folder may raise anything, and costs nothing but its change

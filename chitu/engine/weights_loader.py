@@ -15,6 +15,8 @@ class ReadWeights(msgspec.Struct, frozen=True, array_like=True):
     """Why its weights cannot replace those that serve; empty if they can."""
     fingerprint: bytes | None = None
     """For the keys of cached pages; None if nothing is cached."""
+    feature_mark: bytes = b""
+    """As in `ExecutorInfo`."""
 
 
 class WeightsLoader(Protocol):

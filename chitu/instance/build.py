@@ -65,4 +65,5 @@ def _set_pulls(core: InstanceCore, receiver: EncodeReceiver | None) -> None:
     gate.pulls = None
     if receiver is not None:
         most_rows, aux = settings.config.max_batched_tokens, receiver.aux
-        gate.pulls = ImagePulls(receiver, aux, receiver.place, settings.deadlines, most_rows, core.clock)
+        place, deadlines = receiver.place, settings.deadlines
+        gate.pulls = ImagePulls(receiver, aux, place, deadlines, most_rows, core.clock, core.weights)

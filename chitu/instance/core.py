@@ -31,6 +31,7 @@ from chitu.kv_cache.kv_events import KVEventFeed
 from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.protocol import FEATURE_MARK_BYTES
 from chitu.tracing.tracer import Tracer
 
 
@@ -54,6 +55,8 @@ class LoadedEngine:
     """Called first on the step thread: per-thread settings of the math library."""
     weights: WeightsLoader = field(default_factory=NoLoader)
     """Changes the weights of the executor's model."""
+    feature_mark: bytes = bytes(FEATURE_MARK_BYTES)
+    """Mark of the weights that it makes features of images with at the start."""
     lockstep: Lockstep | None = None
     """The executor of a member of a group that shares experts; None if it steps alone."""
     lane: PromptLane | None = None
@@ -124,4 +127,4 @@ class InstanceCore:
         images = ImageGate(info, self.image_source, most_rows, silence_s, self.clock)
         resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states, images)
         self.sequences = Sequences(resources, self.trace.end)
-        self.weights = WeightsKeeper(engine.weights, self.clock)
+        self.weights = WeightsKeeper(engine.weights, self.clock, feature_mark=engine.feature_mark)

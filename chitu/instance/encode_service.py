@@ -23,15 +23,19 @@ from chitu.instance.comm import CommLoop, HeartbeatSocket
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.encoding import EncodeScheduler
 from chitu.instance.image_thread import ImageThread
+from chitu.instance.weights import join_orders
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.pulling import EncodeSender
 from chitu.net.threads import ServiceThread, Waker
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, Leave, LinkAck, SchedulerMessage
+from chitu.protocol.weights import WeightsOrder
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05
 """How long an idle step thread sleeps at most."""
+SHORTEST_BEAT_S = 0.05
+"""Shortest time between two heartbeats."""
 QUIET_S = 1.0
 """Time without work after which an E that drains leaves: by then each P has seen that it drains."""
 
@@ -70,6 +74,12 @@ class EncodeService:
         """Whether the router refused this instance because another process holds its rank."""
         self._exit_code = 0
         self._cache_flush = [0 for _ in comm.routers]
+        self._orders = [WeightsOrder() for _ in comm.routers]
+        """What the newest view of each router wants of the weights."""
+        self._heard: set[int] = set()
+        """Routers that are not silent."""
+        self._heartbeat_wake = Waker()
+        scheduler.weights.on_news = self._on_weights
         self._step = ServiceThread("step", self._step_loop)
         transfer.side.on_order = scheduler.put_order
 
@@ -95,6 +105,7 @@ class EncodeService:
         self._finish_running()
         self._stop_step.set()
         self._waker.wake()
+        self._heartbeat_wake.wake()
         self._step.join(timeout=2.0)
         info, reason = self._info, "stopped" if self._signalled.is_set() else "drained"
         self._comm.leave(Leave(info.role, info.engine_rank, info.incarnation, reason))
@@ -145,6 +156,11 @@ class EncodeService:
                 self._waker.wait(IDLE_WAIT_S)
         self._scheduler.close()
 
+    def _on_weights(self) -> None:
+        """Report the weights that are read or serve here at once."""
+        self._comm.contacts.weights = self._scheduler.weights.serves
+        self._heartbeat_wake.wake()
+
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def on_request(self, message: SchedulerMessage, /) -> None:
@@ -157,12 +173,21 @@ class EncodeService:
         if view.cache_flush not in (0, self._cache_flush[router]):
             self._cache_flush[router] = view.cache_flush
             self._scheduler.flush()
+        self._orders[router] = view.weights
+        self._heard.add(router)
+        self._order_weights()
+
+    def _order_weights(self) -> None:
+        self._scheduler.weights.set_order(join_orders(self._orders, self._heard))
+        self._waker.wake()
 
     def on_new_router(self, router: int) -> None:
         pass
 
     def on_silence(self, router: int) -> None:
-        pass
+        """Count no more what this router wants of the weights (`CommOwner`)."""
+        self._heard.discard(router)
+        self._order_weights()
 
     def on_missing(self) -> None:
         pass
@@ -187,7 +212,10 @@ class EncodeService:
         sockets = [HeartbeatSocket(comm.context, router.address, RealClock()) for router in comm.routers]
         watch = SilenceWatch(self._deadlines, len(sockets))
         was_member = False
-        while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
+        while not self._stop_step.wait(SHORTEST_BEAT_S):
+            self._heartbeat_wake.wait(self._deadlines.heartbeat_interval_s)
+            if self._stop_step.is_set():
+                break
             watch.look(comm.contacts.num_views, self._scheduler.turns)
             if info.yields and watch.is_abandoned and not self._stop.is_set():
                 logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
@@ -205,6 +233,7 @@ class EncodeService:
                 load,
                 reads=comm.num_reads,
                 acks=comm.received.acks(),
+                weights=self._scheduler.weights.report,
                 routers=comm.contacts.joined_routers,
             )
             for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):

@@ -24,6 +24,7 @@ from chitu.errors import Capacity, ChituError, Internal
 from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_source import ImageSource
 from chitu.instance.images import FeatureStore, StoredImage
+from chitu.instance.weights import WeightsKeeper
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.layout import MetadataBuffers
@@ -47,8 +48,13 @@ class FeatureMaker(Protocol):
         none of them is computed."""
         ...
 
-    def name_row(self, slot: int, key: bytes) -> None:
-        """Write the key of an image into an aux row (`FeaturePool`)."""
+    @property
+    def mark(self) -> bytes:
+        """Mark of the weights that it computes with (`models/feature_mark.py`)."""
+        ...
+
+    def name_row(self, slot: int, key: bytes, mark: bytes) -> None:
+        """Write the key of an image, and the mark of the weights of its features, into an aux row (`FeaturePool`)."""
         ...
 
 
@@ -84,6 +90,7 @@ class EncodeScheduler:
         aux: MetadataBuffers,
         most_rows: int,
         waker: Waker,
+        weights: WeightsKeeper,
         clock: Clock | None = None,
     ) -> None:
         """`most_rows`: rows that a step encodes at most, but for one image alone."""
@@ -94,6 +101,8 @@ class EncodeScheduler:
         self._aux = aux
         self._most_rows = most_rows
         self._waker = waker
+        self.weights = weights
+        """Any thread may give it an order, and read what it reports."""
         self._inbox: deque[tuple[bytes, EncodeOrder]] = deque()
         self._orders: dict[bytes, OrderedImage] = {}
         """By room, in the order of their arrival."""
@@ -134,6 +143,8 @@ class EncodeScheduler:
     def step(self) -> bool:
         """Run one turn. Return False if nothing was computed or sent."""
         self.turns += 1
+        if not self.weights.is_settled:
+            self._turn_weights()
         if self._must_flush:
             self._must_flush = False
             self._store.drop_all()
@@ -149,6 +160,15 @@ class EncodeScheduler:
         self._drop_unwanted()
         self.load = self._report()
         return bool(batch or num_sent)
+
+    def _turn_weights(self) -> None:
+        """Read the weights that the cluster wants, and change to them as soon as they are to serve. What is under way
+        is of the old ones, and named so."""
+        self.weights.note_drained(True)
+        weights = self.weights.turn()
+        if weights is not None:
+            self.weights.change(weights)
+            self._store.drop_all()
 
     def note_block(self) -> None:
         """Note that the tower computes: a sign of life."""
@@ -266,6 +286,7 @@ class EncodeScheduler:
         for image in batch:
             self._store.unpin(image)
             self._drop(image.key)
+            image.mark = self._maker.mark
             self._num_images += 1
             self._num_rows += len(image.rows)
             self._meter.note_encoded(len(image.rows))
@@ -293,7 +314,7 @@ class EncodeScheduler:
             self._store.pin(image)
             ordered.image, ordered.aux_slot, ordered.is_hit = image, slot, image.key not in encoded
             self._num_hits += ordered.is_hit
-            self._maker.name_row(slot, image.key)
+            self._maker.name_row(slot, image.key, image.mark)
             sent.append(ordered)
         if sent:
             feed = self._sender.feed

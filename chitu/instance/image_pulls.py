@@ -6,6 +6,9 @@ that comes again is found where it was encoded; to the next one if that has much
 go to several E. An attempt has a share of `bootstrap_s`. What then has not come, and what an E refuses, is asked of
 another E once; then P encodes the image itself, as it does without E. A prompt without images knows nothing of this.
 
+Only E with the weights of this instance are asked, as the newest view has them. What comes names the image and bears
+the mark of the weights that it was made with, so features of others are never used, whatever an E says of itself.
+
 Rows of an attempt are *lent*: pinned, and not found by anybody, until all of them came and were verified, or E can
 write to them no more, whatever becomes of the prompts that wait. Step thread only.
 """
@@ -20,10 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import Capacity, ChituError, RequestError, TransferStalled
+from chitu.errors import Capacity, ChituError, Integrity, RequestError, TransferStalled, WeightsChanged
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.protocol import ANY_ENCODER, NO_ENCODER, EncodeOrder, InstanceInfo, encoder_preference
+from chitu.protocol import ANY_ENCODER, IMAGE_KEY_BYTES, NO_ENCODER, EncodeOrder, InstanceInfo, encoder_preference
+from chitu.protocol.weights import Weights
 from chitu.types import new_room
 
 if TYPE_CHECKING:
@@ -65,6 +69,15 @@ class FeatureReceiver(Protocol):
     def abort(self, room: bytes, error: ChituError) -> None: ...
 
 
+class ServedWeights(Protocol):
+    """`WeightsKeeper`, as it is used here."""
+
+    @property
+    def serves(self) -> Weights: ...
+    @property
+    def feature_mark(self) -> bytes: ...
+
+
 class PullNews(Enum):
     FILLED = auto()
     """The features are in the rows, as E computed them. The rows are lent no more."""
@@ -99,9 +112,11 @@ class ImagePulls:
         deadlines: DeadlineConfig,
         most_rows: int,
         clock: Clock,
+        weights: ServedWeights,
     ) -> None:
         """`aux`: of the feature pool. `place`: engine rank and incarnation of this instance. `most_rows`: rows that a
-        step of an E encodes."""
+        step of an E encodes. `weights`: what this instance computes with, now and later; call `renew` once they are
+        others."""
         self._receiver = receiver
         self._aux = aux
         self._engine_rank, self._incarnation = place
@@ -110,12 +125,12 @@ class ImagePulls:
         self._full_s = deadlines.retry_interval_s
         self._most_rows = most_rows
         self._clock = clock
+        self._weights = weights
         self._pulls: dict[bytes, ImagePull] = {}
         """By room."""
         self._rests: dict[int, float] = {}
         """Until when an E is not asked, by incarnation."""
         self._pending: list[PullEvent] = []
-        self._is_stopped = False
         self.num_filled = self.num_failed = 0
         """Images that came, and attempts that failed, since the start."""
 
@@ -137,11 +152,17 @@ class ImagePulls:
     ) -> InstanceInfo | None:
         """Return the E that is to encode an image; None: P does it itself. `tried`: incarnations of those that failed.
         `wanted`: the router's choice, as in `RequestHead.encoders`; if that E cannot be asked, another one is."""
-        if wanted == NO_ENCODER or self._is_stopped or len(tried) >= ATTEMPTS or not self._aux.num_free:
+        if wanted == NO_ENCODER or len(tried) >= ATTEMPTS or not self._aux.num_free:
             return None
         now_s = self._clock.monotonic()
         self._rests = {each: until_s for each, until_s in self._rests.items() if until_s > now_s}
-        able = [e for e in self._receiver.encoders() if e.incarnation not in tried and e.incarnation not in self._rests]
+        able = [
+            each
+            for each in self._receiver.encoders()
+            if each.incarnation not in tried
+            and each.incarnation not in self._rests
+            and each.weights == self._weights.serves
+        ]
         if not able:
             return None
         named = next((encoder for encoder in able if encoder.engine_rank == wanted), None)
@@ -188,9 +209,8 @@ class ImagePulls:
                 found += self._give_up(room, pull, TransferStalled(text))
         return found
 
-    def stop(self) -> None:
-        """Ask no E any more: this instance has other weights than they."""
-        self._is_stopped = True
+    def renew(self) -> None:
+        """Give up what is under way: this instance has other weights by now."""
         for room, pull in self._pulls.items():
             if not pull.has_failed:
                 self._pending += self._give_up(room, pull, Capacity("this instance has other weights by now"))
@@ -203,16 +223,28 @@ class ImagePulls:
             return []
         is_right = event.kind is TransferEventKind.SUCCESS and not pull.has_failed
         failed: list[PullEvent] = []
-        if is_right and (found := self._aux.get(pull.aux_slot).tobytes()) != image.key:
-            is_right = False
-            text = "%s sent features of image %s for image %s"
-            logger.error(text, pull.encoder.name, found.hex()[:8], image.key.hex()[:8])
-            failed = self._fail(pull, None)
+        if is_right and (wrong := self._why_others(pull)) is not None:
+            is_right, failed = False, self._fail(pull, wrong)
         del self._pulls[event.room]
         self._aux.free(pull.aux_slot)
         if is_right:
             self.num_filled += 1
         return [*failed, PullEvent(PullNews.FILLED if is_right else PullNews.RELEASED, image)]
+
+    def _why_others(self, pull: ImagePull) -> ChituError | None:
+        """Return what is wrong with the features that came: which image, or which weights they are of; None if they are
+        the right ones."""
+        name = self._aux.get(pull.aux_slot).tobytes()
+        key, mark = name[:IMAGE_KEY_BYTES], name[IMAGE_KEY_BYTES:]
+        if key != pull.image.key:
+            return Integrity(f"features of image {key.hex()[:8]} came for image {pull.image.key.hex()[:8]}")
+        if mark != (wanted := self._weights.feature_mark):
+            serves = self._weights.serves.number
+            return WeightsChanged(
+                f"its features are of other weights (mark {mark.hex()}) than those that this instance has "
+                f"(number {serves}, mark {wanted.hex()})"
+            )
+        return None
 
     def _give_up(self, room: bytes, pull: ImagePull, error: ChituError) -> list[PullEvent]:
         self._receiver.abort(room, error)

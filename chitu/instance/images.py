@@ -90,6 +90,8 @@ class StoredImage:
     """Prompts that have it placed; and the tower, while it computes it."""
     is_ready: bool = True
     """Whether the next launched step may read its rows. Not before the last turn of the tower."""
+    mark: bytes = b""
+    """On an E: mark of the weights that its features were made with."""
 
 
 class FeatureStore:
@@ -462,7 +464,7 @@ class ImageGate:
         self.store.drop_all()
         self._note_load()
         if self.pulls is not None:
-            self.pulls.stop()
+            self.pulls.renew()
 
     # ------------------------------------------------------------------------------------------------------- a step
 

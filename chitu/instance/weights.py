@@ -15,6 +15,7 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.engine.weights_loader import ReadWeights, WeightsLoader
+from chitu.protocol import FEATURE_MARK_BYTES
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,22 @@ def join_orders(orders: Sequence[WeightsOrder], heard: Collection[int]) -> Weigh
 
 
 class WeightsKeeper:
-    def __init__(self, loader: WeightsLoader, clock: Clock, on_news: Callable[[], None] = lambda: None) -> None:
-        """`on_news` is called, on the step thread, when there is something new to report."""
+    def __init__(
+        self,
+        loader: WeightsLoader,
+        clock: Clock,
+        on_news: Callable[[], None] = lambda: None,
+        feature_mark: bytes = bytes(FEATURE_MARK_BYTES),
+    ) -> None:
+        """`on_news` is called, on the step thread, when there is something new to report. `feature_mark`: of the
+        weights at the start."""
         self._loader = loader
         self._clock = clock
         self.on_news = on_news
         self.serves = Weights()
         """Any thread may read it, as `report`."""
+        self.feature_mark = feature_mark
+        """Mark of the weights that features of images are made with here (`models/feature_mark.py`)."""
         self.report = WeightsReport()
         self.accepts = 0
         """Number of the weights for which requests are accepted: those of `serves`, or -1 for none, because the cluster
@@ -118,7 +128,7 @@ class WeightsKeeper:
         """Put what `turn` returned in the place of the weights that serve. No step is in flight. Return the fingerprint
         for the keys of cached pages."""
         assert self._read is not None
-        fingerprint = self._read.fingerprint
+        fingerprint, self.feature_mark = self._read.fingerprint, self._read.feature_mark
         self._loader.change()
         self.serves, self.accepts = weights, weights.number
         self._forget()

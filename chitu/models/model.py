@@ -31,6 +31,10 @@ class VisionTower(Protocol):
         """Return about the most bytes of numbers that images with so many feature rows need while they are computed."""
         ...
 
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return all that it computes features with, by name."""
+        ...
+
     def block_cost(self) -> tuple[int, float, float]:
         """Return how many blocks it has, and what one costs for each row and for each pair of rows of an image, in
         tokens of a prompt (`TowerCost`)."""

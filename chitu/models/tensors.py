@@ -1,4 +1,5 @@
-"""The tensors of a loaded model, whatever it is made of: to compare two, and to give one the numbers of the other."""
+"""The tensors of a loaded model or of a part of it, whatever it is made of: to compare two, and to give one the numbers
+of the other."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 
-from chitu.models.model import Model
 from chitu.ops.native import PackedWeight
 
 
@@ -47,7 +47,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor | PackedW
             yield from _leaves(value.vision.tensors(), f"{name}.vision")
 
 
-def why_unlike(serving: Model, new: Model) -> str:
+def why_unlike(serving: Any, new: Any) -> str:
     """Return how the tensors of two models differ beyond their numbers; empty if they do not. A weight that our kernels
     keep small is like any of the same shape."""
     mine, theirs = list(_leaves(serving, "model")), list(_leaves(new, "model"))
@@ -65,7 +65,7 @@ def _form(leaf: torch.Tensor | PackedWeight) -> tuple[object, ...]:
     return "a weight", (leaf.out_features, leaf.in_features), leaf.bias is None
 
 
-def copy_numbers(serving: Model, new: Model) -> None:
+def copy_numbers(serving: Any, new: Any) -> None:
     """Copy the numbers of a model to the tensors of one like it."""
     done: set[int] = set()
     for (_, old), (_, tensor) in zip(list(tensors_of(serving)), list(tensors_of(new)), strict=True):

@@ -52,6 +52,7 @@ from chitu.protocol.cluster import (
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
 from chitu.protocol.images import (
     ANY_ENCODER,
+    FEATURE_MARK_BYTES,
     IMAGE_KEY_BYTES,
     MAX_REPORTED_KEYS,
     NO_ENCODER,
@@ -142,6 +143,7 @@ from chitu.protocol.wire import (
 
 __all__ = [
     "ANY_ENCODER",
+    "FEATURE_MARK_BYTES",
     "FP8_E4M3",
     "IMAGE_KEY_BYTES",
     "ITEM_BYTES",

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from chitu.protocol.wire import Wire
 
 IMAGE_KEY_BYTES = 16
+FEATURE_MARK_BYTES = 8
+"""Length of the mark of the weights that features are made with (`models/feature_mark.py`)."""
 REPORTED_KEY_BYTES = 8
 """The end of an image's key that load reports have: enough to tell one image from all others of a cluster."""
 MAX_REPORTED_KEYS = 256

@@ -6,8 +6,8 @@ it, and reports its hash; one that cannot ends the change, with nothing lost. *C
 and each member changes between two steps. In between new requests wait on all routers, which learn of it from the
 members' reports, until these say that no request runs, unless the change is mixed.
 
-E instances have no part in it: they keep the weights with which they were started, and a P with others asks them for
-nothing.
+E prepare and change with the others, and nothing waits until they have changed: a P asks only an E that has its own
+weights.
 
 Invariant: nothing but `serve` decides what answers are made of. A member with older weights gets no request until it
 has read those of `serve`. So it does not matter who dies: a new router takes the newest weights that any member has,
@@ -86,8 +86,8 @@ class ClusterWeights:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all members have the weights of `serve`."""
-        return not self._behind
+        """Whether all members that compute tokens have the weights of `serve`."""
+        return all(role is Role.ENCODE for role, _ in self._behind)
 
     @property
     def is_drained(self) -> bool:
@@ -160,8 +160,6 @@ class ClusterWeights:
 
     def on_info(self, info: InstanceInfo) -> None:
         """Take the record of a member that joined, or that has other weights now."""
-        if info.role is Role.ENCODE:
-            return
         place = info.role, info.engine_rank
         before = self._members.get(place)
         is_same = before is not None and before[0].incarnation == info.incarnation
@@ -178,8 +176,6 @@ class ClusterWeights:
 
     def on_report(self, info: InstanceInfo, report: WeightsReport) -> None:
         """Take a report of a member, whose record already has the weights that it reports."""
-        if info.role is Role.ENCODE:
-            return
         self._members[info.role, info.engine_rank] = info, report
         self._note((info.role, info.engine_rank))
         self._last_pause = max(self._last_pause, report.pause.number)

@@ -9,6 +9,7 @@ from chitu.clock import RealClock
 from chitu.config.schema import ModelConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
+from chitu.engine.weights_loader import NoLoader
 from chitu.images.forms import image_model_of
 from chitu.instance.comm import CommLoop
 from chitu.instance.encode_service import EncodeService
@@ -16,6 +17,7 @@ from chitu.instance.encoding import EncodeScheduler
 from chitu.instance.image_source import NoImages
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.images import FeatureStore
+from chitu.instance.weights import WeightsKeeper
 from chitu.kv_transfer.both_sides import KVManagerConfig, TransferContext
 from chitu.kv_transfer.kv_manager import manager_of_encode
 from chitu.kv_transfer.pulling import feature_config
@@ -82,7 +84,10 @@ def build_encode_service(
         memory.aux,
         topology.scheduler.max_batched_tokens,
         waker,
+        WeightsKeeper(encoder.weights or NoLoader(), RealClock(), feature_mark=encoder.mark),
     )
+    if encoder.weights is not None:
+        encoder.weights.wake = waker.wake
     encoder.report_blocks(scheduler.note_block)
     info = InstanceInfo(
         role=instance.role,

@@ -238,6 +238,7 @@ def _build(
         rank.grammars,
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
+        feature_mark=rank.features.mark if rank.features is not None else b"",
         lockstep=lockstep,
         lane=rank.lane,
         events=events,

@@ -3,12 +3,18 @@ the tokens, are those of `transformers`, and no image was encoded where the prom
 
 from __future__ import annotations
 
+import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from nursery import FORKED
+from safetensors.torch import load_file, save_file
 from support.router_process import wait_until
 from test_image_cluster import (
     PD,
@@ -16,10 +22,13 @@ from test_image_cluster import (
     Reference,
     ask_all,
     asked,
+    image_part,
     make_experts,
+    picture,
     require_right,
+    user,
 )
-from test_role_change import client
+from test_role_change import ANY_PORTS, client
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -28,7 +37,7 @@ from chitu.tools.make_model import make_model
 pytestmark = pytest.mark.timeout(300)
 
 ROUTER = "dp_config.router"
-KINDS = ["tp", "unified", "mooncake"]
+KINDS = ["tp", "unified", pytest.param("mooncake", marks=pytest.mark.by_hand)]
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +90,6 @@ def num_encoded(cluster: LocalCluster, *names: str) -> int:
     return sum(load.images for name, load in loads(cluster).items() if name.startswith(names))
 
 
-def computing(cluster: LocalCluster) -> list[str]:
-    return [name for name in cluster.names if name[0] in "PU"]
-
-
 def wait_registered(cluster: LocalCluster) -> None:
     """Wait until every instance that computes prompts may ask every E."""
     names = list(loads(cluster))
@@ -102,3 +107,81 @@ def test_rows_and_tokens_are_right_with_what_e_encodes(cluster: LocalCluster, re
         require_right(reference, messages, answer)
     wait_until(lambda: num_encoded(cluster, "E") == 4, 10, lambda: str(loads(cluster)))
     assert num_encoded(cluster, "P", "U") == 0
+
+
+def test_weights_change_with_those_of_e_and_no_feature_of_old_ones_is_used(
+    cluster: LocalCluster, served: Path, tmp_path: Path
+) -> None:
+    """Every number of the new folder is another one: a tower that stays old shows in all rows behind an image."""
+    folder = tmp_path / "other"
+    shutil.copytree(served, folder)
+    tensors, noise = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        tensor += 0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=noise)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    before = num_encoded(cluster, "E")
+    state = msgspec.json.decode(client(cluster).post("/admin/weights", {"path": str(folder)}, 60)[1])
+    assert state["number"] == 1 and state["path"] == str(folder), state
+    wait_until(lambda: f"serves the weights in {folder}" in cluster.logs("E0"), 20, lambda: cluster.logs("E0"))
+    changed = Reference(folder)
+    (answer,) = ask_all(cluster.url, [asked(TURNS[2], prompt_logprobs=2)])
+    require_right(changed, TURNS[2], answer)
+    wait_until(lambda: num_encoded(cluster, "E") == before + 3, 10, lambda: str(loads(cluster)))
+    assert num_encoded(cluster, "P", "U") == 0
+    with pytest.raises(AssertionError):
+        require_right(Reference(served), TURNS[2], answer)
+
+
+# ------------------------------------------------------------------------------------------- 2E2P3D behind two routers
+
+
+@pytest.fixture(scope="module")
+def many(model: Path) -> Iterator[LocalCluster]:
+    here = "{host: 127.0.0.1, port: 0}"
+    numbers = {"prefill": 2, "decode": 3, "encode": 2}
+    lists = [f"{ROUTER}.{role}_schedulers=[{', '.join([here] * count)}]" for role, count in numbers.items()]
+    settings = [each for each in settings_of(model) if "encode_schedulers" not in each]
+    settings += [*ANY_PORTS, *lists, f"{ROUTER}.hosts=[127.0.0.1, 127.0.0.1]", f"{ROUTER}.host=127.0.0.1"]
+    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node", settings), entries=FORKED) as cluster:
+        cluster.wait_ready(120)
+        wait_registered(cluster)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def right(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.mark.by_hand
+def test_two_routers_with_two_e_and_two_p_and_three_d_give_what_one_of_each_gives(
+    many: LocalCluster, right: Reference
+) -> None:
+    for url in many.router_urls.values():
+        answers = ask_all(url, [asked(messages, prompt_logprobs=2) for messages in TURNS])
+        for messages, answer in zip(TURNS, answers, strict=True):
+            require_right(right, messages, answer)
+    wait_until(lambda: num_encoded(many, "E") >= 4, 10, lambda: str(loads(many)))
+    assert num_encoded(many, "P") == 0 and num_encoded(many, "E0") and num_encoded(many, "E1")
+
+
+@pytest.mark.by_hand
+def test_an_e_that_is_killed_with_images_in_its_hands_leaves_them_to_the_other_one(
+    many: LocalCluster, right: Reference
+) -> None:
+    files = [picture(number, (60 + number, 140 - number)) for number in range(20, 26)]
+    messages = [user("All of", *[image_part(file) for file in files], "at once?")]
+    before = num_encoded(many, "E1")
+    many.kill("E0", signal.SIGSTOP)  # so the images that it is asked for are in its hands until it dies
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.extend(ask_all(many.url, [asked(messages, prompt_logprobs=2)])))
+    asking.start()
+    wait_until(lambda: num_encoded(many, "E1") > before, 20, "the other one has encoded its own")
+    assert not answers and num_encoded(many, "E1") < before + len(files), "none was in the hands of E0"
+    many.kill("E0")
+    asking.join(60.0)
+    require_right(right, messages, answers[0])
+    wait_until(lambda: num_encoded(many, "E1") == before + len(files), 10, "the other one has encoded all")
+    assert num_encoded(many, "P") == 0
+    many.restart("E0")
+    wait_until(lambda: "E0" in loads(many), 60, lambda: many.logs("E0"))

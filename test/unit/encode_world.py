@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from image_world import SEEING, Seeing
+from scheduler_world import Folders
 from support.clock import FakeClock
 from support.fake_transport import FakeFabric, FakePeer, FakeTransport
 from support.images import PumpedSource, feature
@@ -19,6 +20,7 @@ from chitu.engine.executor import EncodeImage, ExecutorInfo
 from chitu.instance.encoding import EncodeScheduler
 from chitu.instance.image_pulls import ImagePulls
 from chitu.instance.images import FeatureStore
+from chitu.instance.weights import WeightsKeeper
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
@@ -30,6 +32,7 @@ from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle
 from chitu.net.threads import Waker
 from chitu.protocol import ClusterView, InstanceInfo, LostInstance, unpack_i32
+from chitu.protocol.weights import Weights, WeightsOrder
 from chitu.types import Role
 
 LAYOUT = feature_layout("m", 2, "float32")
@@ -51,6 +54,9 @@ class BendingTransport(FakeTransport):
 class ToyTower:
     """Writes what `support.images` takes for features. Implements `FeatureMaker`."""
 
+    weights = 0
+    """As of an executor: features depend on them."""
+
     def __init__(self, pool: FeaturePool) -> None:
         self._pool = pool
         self.encoded: list[bytes] = []
@@ -62,11 +68,15 @@ class ToyTower:
                 raise ValueError("no such patches")
         for image in images:
             key, rows = bytes.fromhex(image.patches), unpack_i32(image.rows)
-            region_of(self._pool)[rows] = [feature(key, row) for row in range(len(rows))]
+            region_of(self._pool)[rows] = [feature(key, row, self.weights) for row in range(len(rows))]
             self.encoded.append(key)
 
-    def name_row(self, slot: int, key: bytes) -> None:
-        self._pool.name_row(slot, key)
+    @property
+    def mark(self) -> bytes:
+        return self.weights.to_bytes(8, "big")
+
+    def name_row(self, slot: int, key: bytes, mark: bytes) -> None:
+        self._pool.name_row(slot, key, mark)
 
 
 def region_of(pool: FeaturePool) -> np.ndarray:
@@ -87,7 +97,15 @@ class ToyEncoder:
         self.sender = self.manager.side
         self.tower, self.source, self.store = ToyTower(self.pool), PumpedSource(), FeatureStore(num_rows)
         self.scheduler = EncodeScheduler(
-            *(self.sender, self.source, self.tower, self.store, memory.aux, most_rows, Waker(), world.clock)
+            self.sender,
+            self.source,
+            self.tower,
+            self.store,
+            memory.aux,
+            most_rows,
+            Waker(),
+            WeightsKeeper(Folders(self.tower), world.clock),
+            world.clock,
         )
         self.sender.on_order = self.scheduler.put_order
         self.is_deaf = self.is_slow = self.is_dead = False
@@ -95,8 +113,23 @@ class ToyEncoder:
     @property
     def info(self) -> InstanceInfo:
         return InstanceInfo(
-            Role.ENCODE, self.rank, self.incarnation, "127.0.0.1", 1, self.port, LAYOUT, 64, ways=("fake",)
+            Role.ENCODE,
+            self.rank,
+            self.incarnation,
+            "127.0.0.1",
+            1,
+            self.port,
+            LAYOUT,
+            64,
+            ways=("fake",),
+            weights=self.scheduler.weights.serves,
         )
+
+    def change_weights(self, number: int) -> None:
+        """Have it serve those of the folder of this number."""
+        weights = Weights(number, str(number), str(number), is_mixed=True)
+        self.scheduler.weights.set_order(WeightsOrder(weights))
+        self.scheduler.step()
 
     def turn(self, now_s: float) -> None:
         if self.is_dead:
@@ -144,7 +177,7 @@ class EncodeWorld:
         self.rank = FeatureRank(self.fabric, image_rows) if has_ranks else None
         ranks = (self.rank.fan_out, [self.rank.memory]) if self.rank is not None else (None, [])
         self.receiver = receiver_of_features(config, memory, context, *ranks)
-        self.pulls = ImagePulls(self.receiver, memory.aux, (0, 1), DEADLINES, 16, self.clock)
+        self.pulls = ImagePulls(self.receiver, memory.aux, (0, 1), DEADLINES, 16, self.clock, self.p.scheduler.weights)
         self.p.gate.pulls = self.pulls
         self.encoders = [ToyEncoder(self, rank, **kw) for rank in range(num_encoders)]
         self._version = 0

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 from hypothesis import strategies as st
@@ -80,10 +81,14 @@ class Silence:
     def close(self) -> None: ...
 
 
+class Weighted(Protocol):
+    weights: int
+
+
 class Folders:
     """Reads weights at once from folders that are named by their numbers, 0 for those that an instance starts with."""
 
-    def __init__(self, executor: FakeExecutor) -> None:
+    def __init__(self, executor: Weighted) -> None:
         self._executor = executor
         self._path = ""
 
@@ -91,7 +96,8 @@ class Folders:
         self._path = path
 
     def poll(self) -> ReadWeights:
-        return ReadWeights(self._path, fingerprint=b"model" if self._path == "0" else self._path.encode())
+        fingerprint = b"model" if self._path == "0" else self._path.encode()
+        return ReadWeights(self._path, fingerprint=fingerprint, feature_mark=int(self._path).to_bytes(8, "big"))
 
     def change(self) -> None:
         self._executor.weights = int(self._path)

@@ -75,18 +75,36 @@ def test_e_needs_the_model_of_all_and_the_memory_and_a_transport_of_p() -> None:
     assert "no transport reaches" in why_incompatible(msgspec.structs.replace(encoder(), ways=("shm@a",)), far)
 
 
-def test_a_change_of_weights_does_not_wait_for_e() -> None:
+def test_a_change_of_weights_is_read_by_e_and_does_not_wait_until_e_has_changed() -> None:
     weights = ClusterWeights()
     weights.on_info(info())
     weights.on_info(encoder())
     change = weights.begin("/new", is_mixed=True)
     wanted = msgspec.structs.replace(change.wanted, model_hash="new")
-    weights.on_report(encoder(), WeightsReport())
     weights.on_report(info(), WeightsReport(prepared=wanted))
+    assert change.phase == "prepare", "E has not read it"
+    weights.on_report(encoder(), WeightsReport(prepared=wanted))
     assert change.phase == "commit"
     changed = msgspec.structs.replace(info(), weights=weights.serve)
-    weights.on_report(changed, WeightsReport(serves=weights.serve))
     weights.on_info(changed)
-    assert change.phase == "done" and weights.is_uniform and not weights.missing()
-    weights.on_lost(encoder())
+    weights.on_report(changed, WeightsReport(serves=weights.serve))
+    assert change.phase == "done" and weights.is_uniform and weights.missing() == ["E0"]
+    late = msgspec.structs.replace(encoder(), weights=weights.serve)
+    weights.on_info(late)
+    assert not weights.missing()
+    weights.on_lost(late)
     assert weights.serve != Weights()
+
+
+@pytest.mark.parametrize("report", ["no such folder", "another hash"])
+def test_an_e_that_cannot_read_the_weights_ends_the_change(report: str) -> None:
+    weights = ClusterWeights()
+    weights.on_info(info())
+    weights.on_info(encoder())
+    change = weights.begin("/new", is_mixed=True)
+    wanted = msgspec.structs.replace(change.wanted, model_hash="new")
+    weights.on_report(info(), WeightsReport(prepared=wanted))
+    other = msgspec.structs.replace(wanted, model_hash=report)
+    weights.on_report(encoder(), WeightsReport(prepared=other, error=report if "folder" in report else ""))
+    assert change.phase == "failed" and change.error is not None and "E0" in change.error.message
+    assert weights.serve == Weights()

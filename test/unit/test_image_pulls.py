@@ -237,23 +237,6 @@ def test_most_of_the_region_is_never_lent() -> None:
     world.check_empty()
 
 
-def test_changed_weights_end_the_use_of_e() -> None:
-    world = EncodeWorld(2)
-    world.turn()
-    for each in world.encoders:
-        each.is_slow = True
-    world.p.submit(0, PROMPT, IMAGES)
-    for _ in range(4):
-        world.turn()
-    world.p.gate.forget()
-    world.run(step_s=0.1)
-    world.p.check(0, PROMPT, IMAGES)
-    assert sorted(world.p.executor.encoded) == sorted(KEYS)
-    ask(world, 1, (image(5, 3, 4),))
-    assert not encoded(world)
-    world.check_empty()
-
-
 def test_an_image_that_e_cannot_read_does_not_let_it_rest() -> None:
     world = EncodeWorld(1)
     world.encoders[0].is_slow = True
