@@ -1,5 +1,5 @@
 """E with every kind of instance that computes prompts, and more than one of each: what the rows of a prompt give, and
-the tokens, are those of `transformers`, and no image was encoded where the prompt is computed."""
+the tokens, are those of `transformers`."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_rows_and_tokens_are_right_with_what_e_encodes(cluster: LocalCluster, re
     answers = ask_all(cluster.url, [asked(messages, prompt_logprobs=2) for messages in TURNS])
     for messages, answer in zip(TURNS, answers, strict=True):
         require_right(reference, messages, answer)
-    wait_until(lambda: num_encoded(cluster, "E") == 4, 10, lambda: str(loads(cluster)))
-    assert num_encoded(cluster, "P", "U") == 0
+    wait_until(lambda: num_encoded(cluster, "E", "P", "U") == 4, 10, lambda: str(loads(cluster)))
+    assert num_encoded(cluster, "E") >= 2, "the router has an instance encode itself what E would have later"
 
 
 def test_weights_change_with_those_of_e_and_no_feature_of_old_ones_is_used(
@@ -119,15 +119,15 @@ def test_weights_change_with_those_of_e_and_no_feature_of_old_ones_is_used(
     for tensor in tensors.values():
         tensor += 0.1 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=noise)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    before = num_encoded(cluster, "E")
+    before, of_all = num_encoded(cluster, "E"), num_encoded(cluster, "E", "P", "U")
     state = msgspec.json.decode(client(cluster).post("/admin/weights", {"path": str(folder)}, 60)[1])
     assert state["number"] == 1 and state["path"] == str(folder), state
     wait_until(lambda: f"serves the weights in {folder}" in cluster.logs("E0"), 20, lambda: cluster.logs("E0"))
     changed = Reference(folder)
     (answer,) = ask_all(cluster.url, [asked(TURNS[2], prompt_logprobs=2)])
     require_right(changed, TURNS[2], answer)
-    wait_until(lambda: num_encoded(cluster, "E") == before + 3, 10, lambda: str(loads(cluster)))
-    assert num_encoded(cluster, "P", "U") == 0
+    wait_until(lambda: num_encoded(cluster, "E", "P", "U") == of_all + 3, 10, lambda: str(loads(cluster)))
+    assert num_encoded(cluster, "E") > before
     with pytest.raises(AssertionError):
         require_right(Reference(served), TURNS[2], answer)
 
@@ -161,8 +161,8 @@ def test_two_routers_with_two_e_and_two_p_and_three_d_give_what_one_of_each_give
         answers = ask_all(url, [asked(messages, prompt_logprobs=2) for messages in TURNS])
         for messages, answer in zip(TURNS, answers, strict=True):
             require_right(right, messages, answer)
-    wait_until(lambda: num_encoded(many, "E") >= 4, 10, lambda: str(loads(many)))
-    assert num_encoded(many, "P") == 0 and num_encoded(many, "E0") and num_encoded(many, "E1")
+    wait_until(lambda: num_encoded(many, "E", "P") >= 4, 10, lambda: str(loads(many)))
+    assert num_encoded(many, "E0") and num_encoded(many, "E1")
 
 
 @pytest.mark.by_hand
@@ -171,17 +171,16 @@ def test_an_e_that_is_killed_with_images_in_its_hands_leaves_them_to_the_other_o
 ) -> None:
     files = [picture(number, (60 + number, 140 - number)) for number in range(20, 26)]
     messages = [user("All of", *[image_part(file) for file in files], "at once?")]
-    before = num_encoded(many, "E1")
+    before, of_all = num_encoded(many, "E1"), num_encoded(many, "E1", "P")
     many.kill("E0", signal.SIGSTOP)  # so the images that it is asked for are in its hands until it dies
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.extend(ask_all(many.url, [asked(messages, prompt_logprobs=2)])))
     asking.start()
     wait_until(lambda: num_encoded(many, "E1") > before, 20, "the other one has encoded its own")
-    assert not answers and num_encoded(many, "E1") < before + len(files), "none was in the hands of E0"
+    assert not answers and num_encoded(many, "E1", "P") < of_all + len(files), "none was in the hands of E0"
     many.kill("E0")
     asking.join(60.0)
     require_right(right, messages, answers[0])
-    wait_until(lambda: num_encoded(many, "E1") == before + len(files), 10, "the other one has encoded all")
-    assert num_encoded(many, "P") == 0
+    wait_until(lambda: num_encoded(many, "E1", "P") == of_all + len(files), 10, "the others have encoded all")
     many.restart("E0")
     wait_until(lambda: "E0" in loads(many), 60, lambda: many.logs("E0"))
