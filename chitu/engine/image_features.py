@@ -1,8 +1,8 @@
 """Images in the steps of a runner: its table of them, and what a plan has the vision tower compute.
 
 The patches of an image come as a file in memory (`EncodeImage.patches`), so that no byte of a foreign file is decoded
-in this process. Every rank of an instance reads it, as all are on one host, and computes all features: they are the same
-on each. Step thread.
+in this process. Every rank of an instance, all on one host, reads it and computes all features: they are the same on
+each. Step thread.
 """
 
 from __future__ import annotations
