@@ -55,8 +55,6 @@ class LoadedEngine:
     """Called first on the step thread: per-thread settings of the math library."""
     weights: WeightsLoader = field(default_factory=NoLoader)
     """Changes the weights of the executor's model."""
-    feature_mark: bytes = bytes(FEATURE_MARK_BYTES)
-    """Mark of the weights that it makes features of images with at the start."""
     lockstep: Lockstep | None = None
     """The executor of a member of a group that shares experts; None if it steps alone."""
     lane: PromptLane | None = None
@@ -66,6 +64,8 @@ class LoadedEngine:
 
     report_blocks: Callable[[Callable[[], None]], None] = lambda report: None
     """Has a function called before each block of the vision tower is computed, within `launch`."""
+    feature_mark: bytes = bytes(FEATURE_MARK_BYTES)
+    """Mark of the weights that it makes features of images with at the start."""
 
     @property
     def others(self) -> Sequence[StepSizes]:
