@@ -191,6 +191,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
 
+    command = commands.add_parser("import", help="write the topology of a published recipe, or say what it lacks here")
+    command.add_argument("file", metavar="FILE", help="YAML of srt-slurm, or a manifest of Dynamo or llm-d")
+    command.add_argument("--variant", default="", metavar="NAME", help="variant of a file with several")
+    command.add_argument("--card", default="", metavar="NAME", help="card where the recipe names none, such as h200")
+    command.add_argument("--hosts", metavar="A,B", help="machines to write into the topology, the router's first")
+    command.add_argument("--output", metavar="FILE", help="file to write (default: stdout)")
+
     command = commands.add_parser("node", help="run the processes of one host of a topology; use it on every host")
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")

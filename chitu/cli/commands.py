@@ -1,5 +1,5 @@
 """The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, canary,
-token, upgrade, plan, make-model, size, bench, doctor.
+token, upgrade, plan, import, make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -262,6 +262,14 @@ def _upgrade(arguments: argparse.Namespace) -> int:
     return check_upgrade(RouterClient(url, credential(url)), print)
 
 
+def _import(arguments: argparse.Namespace) -> int:
+    from chitu.tools.recipes.importing import import_recipe
+
+    hosts = [name.strip() for name in arguments.hosts.split(",")] if arguments.hosts else []
+    output = Path(arguments.output) if arguments.output else None
+    return import_recipe(Path(arguments.file), arguments.variant, arguments.card, hosts, output, print)
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -476,6 +484,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "upgrade": _upgrade,
     "replay": _replay,
     "plan": _plan,
+    "import": _import,
     "node": _node,
     "make-model": _make_model,
     "size": _size,

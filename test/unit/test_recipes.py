@@ -12,6 +12,7 @@ import pytest
 from chitu.config.load import parse_topology
 from chitu.launch.plan import plan, plan_text
 from chitu.models.generic.library import library_version
+from chitu.tools.recipes.recipe import topology_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +74,7 @@ def test_the_plan_of_ten_recipes_says_what_their_authors_wrote() -> None:
     tool = runpy.run_path(str(ROOT / "script" / "recipes.py"))
     assert len(tool["CHOSEN"]) == len(AUTHORS) == 10
     for recipe, (model, prefill, decode) in zip(tool["CHOSEN"], AUTHORS, strict=True):
-        topology = parse_topology(tool["topology_of"](recipe))
+        topology = parse_topology(topology_of(recipe))
         lines = plan_text(topology, plan(topology, "FILE", (), 64), 64, ()).splitlines()
         assert (recipe.model, said(lines, "P"), said(lines, "D")) == (model, prefill, decode)
 
