@@ -138,7 +138,7 @@ class UnknownFile(RequestError):
 
 
 class InUse(RequestError):
-    """That cannot be done in the present state of a file or batch."""
+    """That cannot be done in the present state of a file or batch, or while a profile is taken."""
 
     code = "in_use"
     http_status = 409

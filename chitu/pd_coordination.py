@@ -356,6 +356,10 @@ class PDCoordination:
         """Return the record of a member, as it is now."""
         return next((m.info for m in self._members.values() if m.info.name == name), None)
 
+    def connection(self, info: InstanceInfo) -> bytes:
+        """Return the connection of a member."""
+        return self._members[info.role, info.engine_rank].identity
+
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
         """Stop new requests to an instance, and to its group; the view asks them to finish and leave. Return its
         connection and record, or None if it is not a member. Idempotent."""

@@ -54,6 +54,7 @@ from chitu.protocol import (
     RequestFailed,
     SchedulerMessage,
 )
+from chitu.protocol.profile import ProfileOrder
 from chitu.protocol.weights import WeightsOrder
 from chitu.types import Role, instance_name, place_of
 
@@ -100,6 +101,7 @@ class PDSchedulerService:
         None if requests have none here."""
         self._deadlines = settings.deadlines
         self._comm = comm
+        comm.on_profile = self._on_profile
         self._engine = engine
         self._waker = waker
         self._stop = threading.Event()
@@ -353,13 +355,16 @@ class PDSchedulerService:
             self._is_warm.set()
             return
         self._is_warm.set()  # not behind any other error, which ends the process
-        lockstep = self._engine.lockstep
+        lockstep, profiling = self._engine.lockstep, self._engine.profiling
         while not self._stop_step.is_set() or (lockstep is not None and lockstep.must_step):
             is_busy = self._scheduler.step()
+            if profiling.is_due:
+                profiling.turn(is_busy)
             if self._next is not None and self._scheduler.is_idle:
                 self._begin(self._next)
             elif not is_busy:
                 self._waker.wait(IDLE_WAIT_S)
+        profiling.close()
         self._scheduler.close()
         for socket in self._token_sockets:
             socket.close()
@@ -412,6 +417,12 @@ class PDSchedulerService:
         if self._comm.contacts.joined_routers != self._joined:  # what routers decide depends on it
             self._joined = self._comm.contacts.joined_routers
             self._heartbeat_wake.wake()
+
+    def _on_profile(self, order: ProfileOrder) -> None:
+        info = self._life.info
+        if order.incarnation == info.incarnation:
+            self._engine.profiling.ask(order, info.name)
+            self._waker.wake()
 
     def on_silence(self, router: int) -> None:
         """Count no more what this router wants of the weights (`CommOwner`)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,11 +21,12 @@ from chitu.cluster.membership import GATHER_S, Membership
 from chitu.cluster.other_routers import OtherRouters
 from chitu.cluster.weights import WeightsDriver
 from chitu.config.schema import RouterConfig
-from chitu.errors import LastInstance, UnknownInstance
+from chitu.errors import InUse, InvalidRequest, LastInstance, UnknownInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
-from chitu.protocol.admin import Canary, DrainReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, WeightsState
+from chitu.protocol.profile import PROFILE_VERSION, ProfileOrder
 from chitu.protocol.weights import PauseMode
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
@@ -63,6 +65,8 @@ class Cluster:
             self._balancing = Balancing(config, router, membership.coordination, self.change_role, RealClock())
         self.is_ending = False
         """Whether the process has got a signal to end."""
+        self._profile_end_s = 0.0
+        """When the last profile that was asked for here is over, on the loop's clock."""
 
     def tick(self) -> None:
         """Have the balancer decide, if this is the first living router of the list: one of them changes the fleet."""
@@ -119,6 +123,21 @@ class Cluster:
             raise UnknownInstance(f"no instance has the revision {canary.revision!r}; there are {', '.join(labels)}")
         self._router.canary = canary
         return canary
+
+    def profile(self, wanted: str, seconds: float, steps: int) -> ProfileReply:
+        """Have an instance, or all of a role, record what they compute. Raises UnknownInstance; InUse while a profile
+        that this router asked for may run; InvalidRequest for an instance that takes none."""
+        members = [info for info in self.view.instances if info.role == wanted] or [self._find(wanted)]
+        if old := [info.name for info in members if info.role is Role.ENCODE or info.protocol < PROFILE_VERSION]:
+            raise InvalidRequest(f"{', '.join(old)}: an E, or an instance of an older release, takes no profile")
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._profile_end_s:
+            raise InUse(f"another profile is taken, for at most {self._profile_end_s - now_s:.0f} s more")
+        self._profile_end_s = now_s + seconds
+        label = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        for info in members:
+            self._membership.request_profile(info, ProfileOrder(info.incarnation, label, seconds, steps))
+        return ProfileReply([info.name for info in members], label, seconds, steps)
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """See `WeightsDriver`, as for the next."""

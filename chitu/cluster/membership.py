@@ -46,6 +46,7 @@ from chitu.protocol import (
     stats_codec,
     view_topic,
 )
+from chitu.protocol.profile import ProfileOrder
 from chitu.router.metrics import CoordinationMetrics
 from chitu.tracing.trace_files import TraceFiles
 from chitu.types import Role, instance_name, new_incarnation
@@ -145,6 +146,11 @@ class Membership:
             self._send(identity, Drain(role, engine_rank, info.incarnation))
             self._readers["coordination"].poke()
             self._publish()
+
+    def request_profile(self, info: InstanceInfo, order: ProfileOrder) -> None:
+        """Ask a member to record what it computes."""
+        self._send(self.coordination.connection(info), order)
+        self._readers["coordination"].poke()
 
     def change_role(self, role: Role, engine_rank: int, wanted: Role, force: bool) -> InstanceInfo:
         """Have a member change its role, as `PDCoordination.change_role` does. The view alone tells it."""

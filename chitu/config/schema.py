@@ -555,6 +555,10 @@ class TraceConfig(Section, frozen=True):
     removes at its end."""
     max_mb: Positive = 64
     """Maximum size of a process's file (MiB); beyond it, it is rotated to NAME.jsonl.1, which replaces the last one."""
+    profile_dir: str | None = None
+    """Folder, on the machine of each instance, for the files of `POST /admin/profile`; unset: that call is refused."""
+    profile_mb: Positive = 256
+    """Maximum size of one of these files (MiB), compressed; a larger one is not kept."""
 
 
 class Topology(Section, frozen=True):

@@ -22,6 +22,7 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepHandle, StepPlan, StepResult, run_warmup
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import Lifeline, ProcessWatch, explaining
+from chitu.engine.profiler import RankProfiler
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.weights import RankWeights
 from chitu.engine.weights_loader import ReadWeights
@@ -47,6 +48,8 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Call of the follower's `RankWeights`, with a path."""
     record: bool | None = None
     """Argument of the follower's `ModelRunner.record`."""
+    profile: tuple[str, int] | None = None
+    """Arguments of the follower's `RankProfiler.begin`; an empty path: `end`."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -125,6 +128,22 @@ class TensorParallelExecutor:
         self._group.barrier()
 
 
+class TensorParallelProfiler:
+    """Records what all ranks compute, a file each. Step thread of the main rank."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._own = RankProfiler(MAIN_RANK)
+        self._group = group
+
+    def begin(self, stem: str, max_bytes: int) -> None:
+        self._group.send(_encoder.encode(StepOrder(None, profile=(stem, max_bytes))))
+        self._own.begin(stem, max_bytes)
+
+    def end(self) -> None:
+        self._group.send(_encoder.encode(StepOrder(None, profile=("", 0))))
+        self._own.end()
+
+
 class TensorParallelWeights:
     """A `WeightsLoader` of all ranks. What differs between them ends the change, as any error of one does."""
 
@@ -185,6 +204,7 @@ def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, pat
 
 def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weights: RankWeights | None = None) -> None:
     """Run the main rank's steps until it shuts down the instance. `weights`: None if they are never changed."""
+    profiler = RankProfiler(group.rank)
     while True:
         order = step_decoder.decode(group.receive())
         if order.weights is not None and weights is not None:
@@ -192,6 +212,10 @@ def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weig
             continue
         if order.record is not None:
             runner.record(order.record)
+            continue
+        if order.profile is not None:
+            stem, max_bytes = order.profile
+            profiler.begin(stem, max_bytes) if stem else profiler.end()
             continue
         if order.plan is None:
             lifeline.close()

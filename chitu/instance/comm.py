@@ -46,6 +46,7 @@ from chitu.protocol import (
     scheduler_codec,
     view_codec,
 )
+from chitu.protocol.profile import ProfileOrder
 from chitu.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,8 @@ class CommLoop:
         self._next: tuple[InstanceInfo, TransferSide] | None = None
         self._has_changed = threading.Event()
         self.tracer: Tracer | None = None
+        self.on_profile: Callable[[ProfileOrder], None] = lambda order: None
+        """Takes an order to record what is computed; set before `run`. By default there is nothing to record."""
         """Tracer of requests, if any; set before `run`."""
         self.received = LinkReceivers()
         """Sequence numbers of the requests received, by link; heartbeats report them."""
@@ -371,7 +374,10 @@ class CommLoop:
                 self.bad_frames += 1
                 logger.warning("coordination: bad frame: %s", error)
                 continue
-            self.contacts.take_reply(index, reply)
+            if isinstance(reply, ProfileOrder):
+                self.on_profile(reply)
+            else:
+                self.contacts.take_reply(index, reply)
 
     def _drain_views(self, index: int, router: RouterSockets) -> None:
         is_sign, feed = False, self.contacts.routers[index].feed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import Clock
+from chitu.clock import Clock, RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep, PromptLane, StepSizes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
@@ -23,6 +23,7 @@ from chitu.instance.drafts import Drafts
 from chitu.instance.image_source import ImageSource, NoImages
 from chitu.instance.images import ImageGate
 from chitu.instance.page_sums import FinishedPages
+from chitu.instance.profiling import Profiling
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
 from chitu.instance.token_manager import TokenManager
@@ -66,6 +67,8 @@ class LoadedEngine:
     """Has a function called before each block of the vision tower is computed, within `launch`."""
     feature_mark: bytes = bytes(FEATURE_MARK_BYTES)
     """Mark of the weights that it makes features of images with at the start."""
+    profiling: Profiling = field(default_factory=lambda: Profiling(None, None, 0, RealClock()))
+    """Records what is computed when an operator asks (`POST /admin/profile`)."""
 
     @property
     def others(self) -> Sequence[StepSizes]:

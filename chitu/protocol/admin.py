@@ -29,6 +29,16 @@ class RoleReply(msgspec.Struct):
     """Name under which the instance will join, with another incarnation."""
 
 
+class ProfileReply(msgspec.Struct):
+    """Instances that were asked to record what they compute."""
+
+    instances: list[str]
+    label: str
+    """The files are `LABEL-INSTANCE.RANK.trace.json.gz`, in `trace.profile_dir` on the machine of each instance."""
+    seconds: float
+    steps: int
+
+
 class WeightsState(msgspec.Struct, frozen=True):
     """Which weights the cluster serves."""
 

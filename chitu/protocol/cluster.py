@@ -11,6 +11,7 @@ from typing import NamedTuple, Union
 import msgspec
 
 from chitu.protocol.images import NO_IMAGE_LOAD, FetchImage, ImageFile, ImageLoad
+from chitu.protocol.profile import ProfileOrder
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import PROTOCOL_VERSION, Codec, Wire
@@ -664,7 +665,7 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
 ViewMessage = Union[ClusterView, ViewChange]
 MemberMessage = Union[Join, Leave, Drain]
 CoordinationMessage = Union[Join, Leave, Drain, FetchImage]
-CoordinationReply = Union[JoinReply, Drain, ImageFile]
+CoordinationReply = Union[JoinReply, Drain, ImageFile, ProfileOrder]
 
 # --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
 

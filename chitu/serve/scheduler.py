@@ -47,6 +47,7 @@ from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.instance.profiling import Profiler, Profiling
 from chitu.kv_cache.kv_events import KVEventFeed
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
@@ -243,6 +244,7 @@ def _build(
         lane=rank.lane,
         events=events,
         report_blocks=rank.report_blocks,
+        profiling=_profiling(topology, rank),
     )
     group = _meet_members(instance, rank, incarnation)
     info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
@@ -254,6 +256,18 @@ def _build(
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
     images = image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
     return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
+
+
+def _profiling(topology: Topology, rank: BuiltRank) -> Profiling:
+    """Return what records the steps of all ranks; nothing is, without a folder for the files."""
+    profiler: Profiler | None = None
+    trace = topology.trace
+    if trace.profile_dir is not None:
+        from chitu.engine.profiler import RankProfiler
+        from chitu.engine.tp_executor import TensorParallelProfiler
+
+        profiler = TensorParallelProfiler(rank.group) if rank.group is not None else RankProfiler(MAIN_RANK)
+    return Profiling(profiler, trace.profile_dir, trace.profile_mb << 20, RealClock())
 
 
 def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:

@@ -67,6 +67,7 @@ from chitu.protocol import (
     view_codec,
 )
 from chitu.protocol.account import PrefillTimes, StageTimes
+from chitu.protocol.profile import ProfileOrder
 from chitu.types import Role
 
 ROOM = bytes(range(16))
@@ -335,6 +336,12 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         coordination_reply_codec,
         "83a474797065aa696d6167655f66696c65a36b6579c410000102030405060708090a0b0c0d0e0fa464617461c403474946",
         {"type": "image_file", "key": ROOM, "data": b"GIF"},
+    ),
+    (
+        ProfileOrder(7, "20261129-164000", 5.0, 50),
+        coordination_reply_codec,
+        "85a474797065a770726f66696c65ab696e6361726e6174696f6e07a56c6162656caf32303236313132392d313634303030a77365636f6e6473cb4014000000000000a5737465707332",
+        {"type": "profile", "incarnation": 7, "label": "20261129-164000", "seconds": 5.0, "steps": 50},
     ),
     (
         DecodeRequest(

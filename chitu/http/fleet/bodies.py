@@ -51,6 +51,12 @@ class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
     request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
 
 
+class ProfileBody(msgspec.Struct, forbid_unknown_fields=True):
+    target: Annotated[str, note("name of an instance (`P0`), or a role: `prefill`, `decode`, `unified`")]
+    steps: Annotated[int | None, note("most steps to record, up to 1000; 50 by default")] = None
+    seconds: Annotated[float | None, note("most seconds to record, up to 60; 5 by default")] = None
+
+
 OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/drain": DrainBody,
     "/admin/role": RoleBody,
@@ -59,5 +65,6 @@ OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/pause": PauseBody,
     "/admin/resume": ResumeBody,
     "/admin/snapshot": SnapshotBody,
+    "/admin/profile": ProfileBody,
 }
 """By route."""

@@ -11,15 +11,26 @@ from chitu.config.schema import Topology
 from chitu.errors import InvalidRequest
 from chitu.http.answer.kept_requests import KeptRequests
 from chitu.http.ask.reader import read_body
-from chitu.http.fleet.bodies import CanaryBody, DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
+from chitu.http.fleet.bodies import (
+    CanaryBody,
+    DrainBody,
+    PauseBody,
+    ProfileBody,
+    ResumeBody,
+    RoleBody,
+    SnapshotBody,
+    WeightsBody,
+)
 from chitu.http.fleet.replies import StatusReply
 from chitu.http.wire.access import Access
 from chitu.http.wire.routes import BINARY, Route, json_response
-from chitu.protocol.admin import Canary, DrainReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, WeightsState
 from chitu.types import Role
 
 MAX_CHANGE_S = 86_400.0
 DEFAULT_CHANGE_S = 600.0
+MAX_PROFILE_STEPS, DEFAULT_PROFILE_STEPS = 1000, 50
+MAX_PROFILE_S, DEFAULT_PROFILE_S = 60.0, 5.0
 
 
 def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | None, access: Access) -> list[Route]:
@@ -84,6 +95,21 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
             raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
         return Response(kept.snapshot(body.request_id, access.trace_tenant(request.scope)), media_type=BINARY)
 
+    async def profile(request: Request) -> Response:
+        """Have an instance, or all of a role, record what each of their ranks computes with torch's profiler, for some
+        steps and at most some seconds, into `trace.profile_dir` on their machines. One profile at a time. Requests are
+        answered meanwhile, more slowly."""
+        body = await read_body(request, ProfileBody)
+        if topology.trace.profile_dir is None:
+            raise InvalidRequest("trace.profile_dir is not set: there is no folder for profiles")
+        steps = DEFAULT_PROFILE_STEPS if body.steps is None else body.steps
+        seconds = DEFAULT_PROFILE_S if body.seconds is None else body.seconds
+        if not 1 <= steps <= MAX_PROFILE_STEPS:
+            raise InvalidRequest(f"steps: {steps} is not within 1 and {MAX_PROFILE_STEPS}", "steps")
+        if not 0 < seconds <= MAX_PROFILE_S:
+            raise InvalidRequest(f"seconds: {seconds} is not within 0 and {MAX_PROFILE_S:g}", "seconds")
+        return json_response(cluster.profile(body.target, seconds, steps))
+
     async def topology_with_ports(request: Request) -> Response:
         """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
         of it."""
@@ -98,6 +124,7 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),
         Route("POST", "/admin/resume", resume, WeightsState, (403,)),
         Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
+        Route("POST", "/admin/profile", profile, ProfileReply, (403, 404, 409)),
         Route("GET", "/admin/topology", topology_with_ports, None, (403,)),
     ]
 
