@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from network import require_network
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = ROOT / "deploy" / "Containerfile"
 USER = 10001

@@ -291,6 +291,13 @@ def test_the_text_of_a_topology_is_a_file_in_the_pod() -> None:
     assert template["spec"]["containers"][0]["command"] == ["chitu", "node", "/etc/chitu/topology.yaml"]
 
 
+def test_a_group_has_its_own_name_for_the_service_that_its_controller_makes() -> None:
+    """A Service of that name with an address of its own would leave the pods without names."""
+    manifests = rendered(**CASES["groups"])
+    (group,) = of_kind(manifests, "LeaderWorkerSet")
+    assert group["metadata"]["name"] not in {one["metadata"]["name"] for one in of_kind(manifests, "Service")}
+
+
 def test_a_key_is_made_only_if_none_is_given() -> None:
     (given,) = of_kind(rendered(secret={"clusterKey": "k" * 16, "apiKeys": ["a", "b"]}), "Secret")
     known = {name: base64.b64decode(word).decode() for name, word in given["data"].items()}
@@ -311,3 +318,21 @@ def test_the_values_are_explained_by_their_schema_alone() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert {*values} == {*schema["properties"]} and schema["additionalProperties"] is False
+
+
+def test_the_commands_of_the_document_set_values_that_there_are() -> None:
+    text = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+    values: dict[str, Any] = {}
+    words = [word for group in re.findall(r"--set (\S+)", text) for word in group.split(",")]
+    for path, _, word in (each.partition("=") for each in words):
+        *parents, name = path.split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = int(word) if word.isdigit() else word
+    assert len(words) > 5 and rendered(**values)
+    named = set(
+        re.findall(r"`(?:[\w.]+ )?((?:roles|router|drain|groups|keda|secret|networkPolicy|serviceMonitor)\.\w+)", text)
+    )
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert len(named) > 5 and all(name in known[group] for group, name in (one.split(".") for one in named))
