@@ -201,6 +201,7 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     image_rows_used: int = 0
     """Those of them that prompts wait for, or compute with."""
     image_load: ImageLoad = NO_IMAGE_LOAD
+    """What it has to encode, and how fast it is. Of an E `backlog_s` is the time in which an image was wanted."""
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):

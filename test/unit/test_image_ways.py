@@ -17,6 +17,7 @@ from test_costs import Fleet, info, prompt
 from test_image_pulls import encoded
 
 from chitu.config.schema import SLOConfig
+from chitu.http.fleet.changes import ChangeLog
 from chitu.instance.images import FeatureStore
 from chitu.protocol import (
     ANY_ENCODER,
@@ -28,9 +29,11 @@ from chitu.protocol import (
     ImageLoad,
     ImagePart,
     InstanceInfo,
+    LoadReport,
     PathLoad,
     encoder_preference,
 )
+from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.candidates import InstanceKey, Way
 from chitu.router.costs import HOST_BYTES_PER_S
 from chitu.router.image_ways import ON_ITS_WAY_S, PRIOR_ROW_S
@@ -254,13 +257,14 @@ def test_a_way_with_an_idle_e_is_taken_before_one_that_encodes_itself() -> None:
 
 
 def test_an_image_that_breaks_the_slo_on_one_way_moves_the_request_to_another() -> None:
-    unified = info(Role.UNIFIED, 0, image_port=0)
-    fleet = ImageFleet(1, info(Role.PREFILL, 0, image_port=7), info(Role.DECODE, 0), unified)
-    fleet.tell("E0", keys=(1,))
-    fleet.tell("U0")
-    fleet.report("P0", waiting_tokens=3000)
-    assert fleet.way(num_tokens=500).prefill is None, "text goes where nothing waits"
-    assert fleet.way(image(1, 0, 400), num_tokens=500).prefill is not None
+    """The streams of D0 make the pair dearer. U0 is cheaper, but its own encoding takes longer than the SLO allows."""
+    others = info(Role.PREFILL, 0, image_port=7), info(Role.DECODE, 0), info(Role.UNIFIED, 0)
+    for ttft_s, image_goes in ((0.45, "P0-D0"), (9.0, "U0")):
+        fleet = ImageFleet(1, *others, slo=SLOConfig(ttft_s=ttft_s))
+        fleet.tell("E0", keys=(1,))
+        fleet.report("D0", running=30)
+        assert fleet.name(fleet.way()) == "U0"
+        assert fleet.name(fleet.way(image(1, 0, 400))) == image_goes
 
 
 # ------------------------------------------------------------------------------------------------------ E and P report
@@ -313,6 +317,15 @@ def test_a_report_has_the_images_that_were_used_last() -> None:
     load = ImageLoad(keys=store.newest_keys)
     assert len(load.keys) == MAX_REPORTED_KEYS * REPORTED_KEY_BYTES
     assert load.has(key_of(0)) and not load.has(key_of(1)) and load.has(key_of(2 * MAX_REPORTED_KEYS - 1))
+
+
+def test_the_page_gets_what_an_e_has_to_do_without_the_keys() -> None:
+    log, load = ChangeLog(), LoadReport(image_rows=64, image_load=ImageLoad(30, 0.123456, 2, bytes(24)))
+    log.observe([InstanceSnapshot("E0", "encode", "up", "h", 1, "1", load)], [])
+    (shown,) = msgspec.json.decode(log.instances_after(0))
+    assert shown["load"]["image_load"] == {"waiting_rows": 30, "row_s": 0.123, "hits": 2}
+    log.observe([InstanceSnapshot("D0", "decode", "up", "h", 1, "1", LoadReport(tokens=3))], [])
+    assert "image_load" not in msgspec.json.decode(log.instances_after(0))[0]["load"]
 
 
 # ------------------------------------------------------------------------------------------------ P follows the choice
