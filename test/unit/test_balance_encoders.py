@@ -34,7 +34,7 @@ class Observer:
             self.now_s += 0.5
             self.done[P] += 0.5 * of_p
             self.done[E] += 0.5 * of_e
-            order = self.balancer.tick(self.now_s, Fleet(self._instances(**fields), 0, 0, {}))
+            order = self.balancer.tick(self.now_s, Fleet(self._instances(**fields), 0, int(2 * self.now_s), {}))
             orders += [order] if order else []
         return orders
 
@@ -51,7 +51,9 @@ class Observer:
                 pages_total=100,
             )
             for rank in range(count):
-                info = msgspec.structs.replace(encoder(rank, 10 * rank + len(role)), role=role, **fields)
+                info = msgspec.structs.replace(
+                    encoder(rank, 10 * rank + (P, D, E).index(role) + 1), role=role, **fields
+                )
                 found.append(observe(info, load, 100.0, 1000.0))
         return found
 
@@ -98,6 +100,7 @@ def test_e_neither_hold_up_a_change_of_others_nor_count_as_their_prompts_nor_as_
     assert seen.balancer.pressure[P] == other.balancer.pressure[P] and seen.balancer.aim(P, 2) == other.balancer.aim(
         P, 2
     )
+    assert seen.balancer.aim(P, 2) == pytest.approx(0.78, abs=0.01), "a prompt takes 0.3 s"
     leaving = [
         one._replace(is_leaving=one.role is E, age_s=0.0 if one.role is E else 99.0) for one in seen._instances()
     ]
