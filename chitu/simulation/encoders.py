@@ -21,6 +21,7 @@ from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.protocol import (
+    FEATURE_MARK_BYTES,
     IMAGE_KEY_BYTES,
     PROTOCOL_VERSION,
     EncodeOrder,
@@ -35,6 +36,8 @@ from chitu.simulation.events import VirtualClock
 from chitu.simulation.profile import EngineProfile
 from chitu.types import Role
 
+NAME_BYTES = IMAGE_KEY_BYTES + FEATURE_MARK_BYTES
+"""Of an aux row: which image the features are of, and which weights, of which there are no others here."""
 NUM_AUX = 64
 """Images that may be on their way to a P."""
 
@@ -115,7 +118,7 @@ class SimulatedEncoder:
 def features_of(profile: EngineProfile) -> KVLayout:
     """Return the layout of features of the profile's model."""
     width = max(1, round(profile.images.row_bytes / 4))
-    return KVLayout.uniform("simulated", 1, 1, width, 1, "float32", IMAGE_KEY_BYTES // 4, regions_per_layer=1)
+    return KVLayout.uniform("simulated", 1, 1, width, 1, "float32", NAME_BYTES // 4, regions_per_layer=1)
 
 
 @dataclass(slots=True)
@@ -125,14 +128,14 @@ class EncodedFeatures:
     world: EncoderWorld
     wake: Callable[[], object]
     """Wakes the step thread of P."""
-    rows: np.ndarray = field(default_factory=lambda: np.zeros((NUM_AUX, AUX_HEADER_BYTES + IMAGE_KEY_BYTES), np.uint8))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((NUM_AUX, AUX_HEADER_BYTES + NAME_BYTES), np.uint8))
     aux: MetadataBuffers = field(init=False)
     _slots: dict[bytes, int] = field(default_factory=dict)
     """Aux row of each room."""
     _events: list[TransferEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.aux = MetadataBuffers(self.rows, IMAGE_KEY_BYTES)
+        self.aux = MetadataBuffers(self.rows, NAME_BYTES)
 
     def encoders(self) -> list[InstanceInfo]:
         return [each.info for each in self.world.encoders]
@@ -157,7 +160,7 @@ class EncodedFeatures:
 
     def _arrive(self, room: bytes, key: bytes) -> None:
         if (slot := self._slots.pop(room, None)) is not None:
-            self.rows[slot, AUX_HEADER_BYTES:] = np.frombuffer(key, np.uint8)
+            self.rows[slot, AUX_HEADER_BYTES : AUX_HEADER_BYTES + IMAGE_KEY_BYTES] = np.frombuffer(key, np.uint8)
             self._events.append(TransferEvent(TransferEventKind.SUCCESS, room))
             self.wake()
 

@@ -65,8 +65,8 @@ class LaunchedStep(NamedTuple):
     load: StepLoad
     step: TimedStep
     layers: Sequence[Moment]
-    image_rows: int = 0
-    """Feature rows that it encodes before all else."""
+    image_rows: float = 0.0
+    """Feature rows that it encodes before all else; in a turn of the tower its share of them."""
 
 
 class Together(Protocol):
@@ -117,6 +117,8 @@ class TimedExecutor:
         self._clock = clock
         self._kv_len = [0] * info.num_slots
         self._saved: dict[int, int] = {}
+        self._tower_rows, self._tower_share = 0, 0.0
+        """Feature rows of the images that the tower computes, and the share of their blocks that is done."""
         self._free_s = 0.0
         self.steps = 0
         self.busy_s = 0.0
@@ -157,8 +159,8 @@ class TimedExecutor:
         guesses = {slot: self._guess(kv_len[slot]) for slot in slots} if self.info.guesses else {}
         step = TimedStep(self._clock, math.nan, StepResult(slots, tokens, drafts=guesses))
         layers = [] if on_layer is None else [Moment(self._clock, math.nan) for _ in range(self.info.num_layers)]
-        image_rows = sum(len(image.rows) // 4 for image in plan.encode)
-        launched = LaunchedStep(StepLoad(prompt_tokens, pairs, rows, context_tokens), step, layers, image_rows)
+        load = StepLoad(prompt_tokens, pairs, rows, context_tokens)
+        launched = LaunchedStep(load, step, layers, image_rows := self._encode(plan))
         if self._together is not None:
             self._together.on_launch(self, launched)
         else:
@@ -169,6 +171,17 @@ class TimedExecutor:
             for layer, moment in enumerate(layers):
                 on_layer(layer, moment)
         return step
+
+    def _encode(self, plan: StepPlan) -> float:
+        """Return how many feature rows a plan encodes, or the share of them that its turn of the tower does."""
+        if plan.encode:
+            self._tower_rows, self._tower_share = sum(len(image.rows) // 4 for image in plan.encode), 0.0
+        before = self._tower_share
+        if plan.turn:
+            self._tower_share = plan.turn[0].blocks / plan.turn[0].of
+        elif plan.encode:
+            self._tower_share = 1.0
+        return self._tower_rows * max(0.0, self._tower_share - before)
 
     def settle(self, launched: LaunchedStep, start_s: float, seconds: float) -> None:
         """Set when a step begins, and how long it takes."""

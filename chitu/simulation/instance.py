@@ -129,6 +129,7 @@ class SimulatedInstance(SimulatedProcess):
             most_drafts=most_drafts,
             guesses=most_drafts,
             image_rows=profile.images.region_rows,
+            tower=profile.tower,
         )
         self.group = group
         together = group if group is not None and group.steps_together else None
@@ -173,11 +174,12 @@ class SimulatedInstance(SimulatedProcess):
 
     def _compose(self, info: InstanceInfo) -> Composition:
         composition, world = super()._compose(info), self.world.asked_encoders
-        if info.role is Role.PREFILL and world is not None:
+        if info.role is not Role.DECODE and world is not None:
             features, place = EncodedFeatures(world, self.wake), (info.engine_rank, info.incarnation)
             most_rows = self.core.settings.config.max_batched_tokens
             gate = self.core.sequences.resources.images
-            gate.pulls = ImagePulls(features, features.aux, place, self.deadlines, most_rows, self.clock)
+            core = self.core
+            gate.pulls = ImagePulls(features, features.aux, place, self.deadlines, most_rows, self.clock, core.weights)
         return composition
 
     def _own_clock(self) -> InstanceClock:

@@ -14,11 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from chitu.engine.executor import MAX_DRAFT, StepSizes
+from chitu.engine.executor import MAX_DRAFT, StepSizes, TowerCost
 from chitu.errors import ConfigError
 from chitu.known_types import known
 
 VERSION = 1
+TOWER_BLOCKS = 24
+"""Blocks of a vision tower, between which others get their turns."""
 
 
 class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +138,13 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: ImageCost = ImageCost()
     measured: dict[str, Any] = {}
     """Where the numbers come from: machine, commit, error of the fit."""
+
+    @property
+    def tower(self) -> TowerCost | None:
+        """Cost of the vision tower in tokens of a prompt, by which an instance encodes in turns; None: in one piece."""
+        block_s = self.images.row_s / TOWER_BLOCKS
+        token_s = self.cost.prompt_token_s
+        return TowerCost(TOWER_BLOCKS, block_s / token_s, 0.0) if block_s and token_s else None
 
     @property
     def devices(self) -> int:

@@ -215,7 +215,7 @@ def test_the_answer_says_how_many_e(profile: str) -> None:
 
 def test_a_rate_on_the_command_line_takes_the_place_of_the_profile_s(tmp_path: Path, profile: str) -> None:
     write_profile(PROFILE, blind := tmp_path / "blind.json")
-    slow = json.loads(answer(asked(str(blind), encode_rate=250, encoders=1, is_json=True)))
+    slow = json.loads(answer(asked(str(blind), encode_rate=400, encoders=1, is_json=True)))
     fast = json.loads(answer(asked(profile, encode_rate=5000, encoders=1, is_json=True)))
     assert fast["best"]["rate"] > 1.2 * slow["best"]["rate"]
 
