@@ -2,10 +2,11 @@
 
 Starts 2P2D on this machine. Clients send requests without a pause, every answer is checked token by token, and some
 clients disconnect in the middle. Every `--accident-s` one process is killed, terminated and restarted, or stopped for a
-second. Every `--sample-s` the load pauses until no request runs, a sample is taken and a row printed. At the end the
-samples are judged, with exit code 1 if one fails: between the first and the last, memory, threads, file descriptors and
-sockets of every process are the same within `TOLERANCE`; every page is free at rest; every request was right or left by
-its client.
+second. With `--mixed` each process that starts again runs this release or the one before, as drawn, and before each
+sample the router starts again, too. Every `--sample-s` the load pauses until no request runs, a sample is taken and a
+row printed. At the end the samples are judged, with exit code 1 if one fails: between the first and the last, memory,
+threads, file descriptors and sockets of every process are the same within `TOLERANCE`; every page is free at rest;
+every request was right or left by its client.
 
 `--engine checksum` (default): almost no CPU, so the rate is the system's own. `--engine tiny`: the embedded model; an
 answer is right if the undisturbed cluster gave the same before. Needs the packages of the extra `dev` (httpx, psutil).
@@ -30,6 +31,7 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.older_release import MixedReleases, older_release
 from support.steady_load import LEFT, RIGHT, Ask, SteadyLoad, count_outcomes
 
 from chitu.assets import TINY_MODEL_DIR
@@ -130,8 +132,10 @@ SETTINGS = [
 class FaultInjector:
     """Random faults, one at a time; the process it hits is back before the next one. The main thread calls `tick`."""
 
-    def __init__(self, cluster: LocalCluster, every_s: float, rng: random.Random) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: LocalCluster, every_s: float, rng: random.Random, mixed: MixedReleases | None = None
+    ) -> None:
+        self._cluster, self._mixed = cluster, mixed
         self._every_s = every_s
         self._rng = rng
         self._next_s = time.monotonic() + every_s
@@ -156,7 +160,18 @@ class FaultInjector:
             return
         self._cluster.kill(name, signal.SIGTERM if kind == "restarted" else signal.SIGKILL)
         self._cluster.wait_exit(name, 30.0)
+        self._restart(name)
+
+    def _restart(self, name: str) -> None:
+        if self._mixed is not None:
+            self.noted.append(f"{name} is the {self._mixed.draw(name, self._rng)} release")
         self._cluster.restart(name)
+
+    def restart_router(self) -> None:
+        """Start the router again if releases are mixed. No request runs."""
+        if self._mixed is not None:
+            self._restart(ROUTER)
+            self._cluster.wait_ready(READY_S)
 
     def settle(self) -> None:
         """Let a stopped process run again, and wait until the cluster is ready."""
@@ -181,6 +196,7 @@ def pages_not_free(url: str) -> int:
 def take_sample(cluster: LocalCluster, load: SteadyLoad, accidents: FaultInjector, start_s: float) -> Sample:
     accidents.settle()
     load.pause(PATIENCE_S + 10)
+    accidents.restart_router()
     usage = {name: usage_of(cluster.pid(name)) for name in cluster.members}
     sample = Sample(time.monotonic() - start_s, usage, pages_not_free(cluster.url))
     sample.outcomes = count_outcomes(load.take_answers())
@@ -199,11 +215,12 @@ def soak(
     clients: int,
     rng: random.Random,
     say: Callable[[str], None],
+    mixed: MixedReleases | None = None,
 ) -> list[Sample]:
     """Run the load and the faults for `seconds` and return the samples. `cluster` is ready and `load` has not started.
     The caller must be the thread that started the cluster."""
     load.start(clients)
-    accidents = FaultInjector(cluster, accident_s, rng)
+    accidents = FaultInjector(cluster, accident_s, rng, mixed)
     samples: list[Sample] = []
     start_s = time.monotonic()
     pause = threading.Event()
@@ -266,16 +283,21 @@ def main() -> int:
     parser.add_argument("--sample-s", type=float, default=60.0)
     parser.add_argument("--accident-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mixed", action="store_true", help="two releases; with --engine tiny")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the topology to set")
     arguments = parser.parse_intermixed_args()
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory(prefix="chitu-soak-") as folder:
         is_checksum = arguments.engine == "checksum"
+        if is_checksum and arguments.mixed:
+            parser.error("--mixed: the checksum engine has one release; add --engine tiny")
+        mixed = MixedReleases(older_release(Path(folder) / "older")) if arguments.mixed else None
+        real = Entries(torchrun=False, popen=mixed) if mixed is not None else Entries()
         model = make_checksum_model(Path(folder) / "m", EngineConfig(0.004, 0.0002)) if is_checksum else TINY_MODEL_DIR
         overrides = [f"model.path={model}", *SETTINGS, *arguments.overrides]
         topology = load_topology("pd_disagg_1p1d_local", overrides)
-        with LocalCluster(topology, entries=ENTRIES if is_checksum else Entries()) as cluster:
+        with LocalCluster(topology, entries=ENTRIES if is_checksum else real) as cluster:
             cluster.wait_ready()
             known = KnownAnswers(rng, 24)
             if not is_checksum:
@@ -292,6 +314,7 @@ def main() -> int:
                     clients=arguments.clients,
                     rng=rng,
                     say=lambda text: print(text, flush=True),
+                    mixed=mixed,
                 )
             finally:
                 load.close()

@@ -42,7 +42,7 @@ from chitu.config.key_paths import (
     with_switches,
 )
 from chitu.config.schema import Topology
-from chitu.config.topology import SECTIONS, router_hosts, with_router
+from chitu.config.topology import SECTIONS, changed_keys, router_hosts, with_router
 from chitu.errors import ConfigError
 from chitu.known_types import known
 
@@ -262,11 +262,12 @@ def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
 
 def dump_topology(topology: Topology) -> str:
     """Return YAML that `load_topology` reads back to an equal value, except the cluster key, which is left out: child
-    processes get it through their environment."""
+    processes get it through their environment. Keys at their defaults are left out, too, so that a process of the
+    release before, which lacks some, reads it as long as none of these is used."""
     topology = with_cluster_key(topology, "")
     # Without allow_unicode, since PyYAML writes unusual line breaks (NEL) in single quotes and folds them when it
     # reads.
-    return yaml.dump(msgspec.to_builtins(topology), Dumper=Dumper, sort_keys=False)
+    return yaml.dump(changed_keys(topology), Dumper=Dumper, sort_keys=False)
 
 
 # -------------------------------------------------------------------------------------------------------- environment

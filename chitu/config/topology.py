@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Section, Topology
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
 
@@ -446,3 +446,26 @@ def revision_of(topology: Topology, config: InstanceConfig) -> str:
     model = topology.model
     numbers = f"{model.code} {model.weights} {model.prefill_attention}"
     return config.revision or blake2b(numbers.encode(), digest_size=4).hexdigest()
+
+
+def changed_keys(topology: Topology) -> dict[str, Any]:
+    """Return the topology as plain values, without keys at their defaults. The sizes of steps are kept in any case,
+    since without them `with_step_sizes` finds others."""
+    changed = _changed(topology)
+    sizes = {name: getattr(topology.scheduler, name) for name in ("max_batched_tokens", "chunk_size")}
+    return {**changed, "scheduler": {**changed.get("scheduler", {}), **sizes}}
+
+
+def _changed(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_changed(each) for each in value]
+    if not isinstance(value, Section):
+        return msgspec.to_builtins(value)
+    changed = {}
+    for one in msgspec.structs.fields(type(value)):
+        default = one.default
+        if one.default_factory is not msgspec.NODEFAULT:
+            default = one.default_factory()
+        if (own := getattr(value, one.name)) != default:
+            changed[one.name] = _changed(own)
+    return changed

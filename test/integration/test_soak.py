@@ -24,3 +24,15 @@ def test_ten_seconds_of_load_with_accidents_is_right_and_flat(tmp_path: Path) ->
     samples = json.loads(path.read_text())["samples"]
     assert sum(sample["outcomes"]["right"] for sample in samples) > 100
     assert any(sample["accidents"] for sample in samples)  # how many fit into ten seconds depends on the machine
+
+
+@pytest.mark.by_hand
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_an_hour_of_restarts_with_two_releases_is_right_and_flat(tmp_path: Path) -> None:
+    minutes = os.environ.get("SOAK_MINUTES", "60")
+    argv = [sys.executable, "-m", "benchmark.soak", "--minutes", minutes, "--engine", "tiny", "--mixed"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv += ["--json-dir", str(tmp_path)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=5300, check=False, env=environment)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import tarfile
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from chitu.types import Role, instance_name
 
@@ -19,10 +18,10 @@ LAST_OF_20 = "810b4b9d"
 
 
 def older_release(folder: Path) -> Path:
-    """Return a folder with the package of the release before, from the history. Skip the test without a history."""
+    """Return a folder with the package of the release before, from the history. Raise FileNotFoundError without it."""
     found = subprocess.run(["git", "-C", ROOT, "archive", LAST_OF_20, "chitu"], capture_output=True)
     if found.returncode:
-        pytest.skip(f"the history lacks {LAST_OF_20}, the release before: a shallow clone, or no git")
+        raise FileNotFoundError(f"the history lacks {LAST_OF_20}, the release before: a shallow clone, or no git")
     with tarfile.open(fileobj=BytesIO(found.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder
@@ -34,6 +33,12 @@ class MixedReleases:
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
         """`folder`: the older release. `names`: `router`, `P0`, ... that run it; read anew at each start."""
         self.folder, self.names = folder, set(names)
+
+    def draw(self, name: str, rng: random.Random) -> str:
+        """Choose the release of the next start of a process at random. Return it in a word."""
+        is_older = rng.random() < 0.5
+        (self.names.add if is_older else self.names.discard)(name)
+        return "older" if is_older else "newer"
 
     def __call__(self, argv: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
         folder = self.folder if _name(argv) in self.names else ROOT

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from chitu.cluster.cluster import Cluster
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import Topology
+from chitu.config.topology import changed_keys
 from chitu.errors import InvalidRequest
 from chitu.http.answer.kept_requests import KeptRequests
 from chitu.http.ask.reader import read_body
@@ -112,8 +113,8 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
 
     async def topology_with_ports(request: Request) -> Response:
         """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
-        of it."""
-        return json_response(with_api_keys(with_cluster_key(topology, ""), ()))
+        of it. Keys at their defaults are left out."""
+        return json_response(changed_keys(with_api_keys(with_cluster_key(topology, ""), ())))
 
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
