@@ -75,8 +75,8 @@ class DiskConfig(Section, frozen=True):
 
 
 class StoreConfig(Section, frozen=True):
-    """A Mooncake Store, through which instances share computed pages. It has no authentication: use trusted networks
-    only."""
+    """A store through which instances share computed pages: a Mooncake Store, or one of your own. A Mooncake Store has
+    no authentication: use trusted networks only."""
 
     master: str | None = None
     """`host:port` of `mooncake_master`. Unset: no store."""
@@ -87,6 +87,11 @@ class StoreConfig(Section, frozen=True):
     segment_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory that each P and unified instance contributes to the store until it ends. 0: other processes contribute it,
     such as `mooncake_client`."""
+    plugin: str | None = None
+    """In place of Mooncake, a store of your own: `module:Class`, which each instance imports, or the name of an entry
+    point of the group `chitu.page_stores`. Its code runs in the instances."""
+    options: dict[str, str | int] = field(default_factory=dict)
+    """What `plugin` is made with."""
 
 
 class KVEventsConfig(Section, frozen=True):

@@ -438,7 +438,8 @@ def has_tiers(topology: Topology, instance: Instance) -> bool:
 
 def has_lasting_tiers(topology: Topology) -> bool:
     """Return whether pages outlive their instance and other instances can read them."""
-    return topology.cache.disk.path is not None or topology.cache.store.master is not None
+    store = topology.cache.store
+    return topology.cache.disk.path is not None or store.master is not None or store.plugin is not None
 
 
 def revision_of(topology: Topology, config: InstanceConfig) -> str:

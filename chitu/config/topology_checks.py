@@ -116,8 +116,14 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
 
 
 def _tier_problems(topology: Topology) -> Iterator[str]:
+    store = topology.cache.store
+    if store.master is not None and store.plugin is not None:
+        yield "cache.store.plugin stands in place of a Mooncake Store, and cache.store.master names one"
+    if store.options and store.plugin is None:
+        yield "cache.store.options are those of cache.store.plugin, which is not set"
     if not topology.cache.host_bytes:
-        for key, value in (("disk.path", topology.cache.disk.path), ("store.master", topology.cache.store.master)):
+        lasting = {"disk.path": topology.cache.disk.path, "store.master": store.master, "store.plugin": store.plugin}
+        for key, value in lasting.items():
             if value is not None:
                 yield f"cache.{key}: pages go through host memory, and cache.host_bytes is 0"
         return

@@ -17,7 +17,7 @@ import pytest
 from completions import complete_all, instance_loads, is_whole
 from mooncake_store import Store, mooncake_store
 from nursery import forked
-from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.checksum_scheduler import ENTRIES, MODEL_HASH, EngineConfig, make_checksum_model
 from support.router_process import wait_until
 
 from chitu import __version__
@@ -88,7 +88,7 @@ def ask(cluster: LocalCluster, prompt: list[int], max_tokens: int = 4) -> int:
 
 def keys_of(tokens: list[int]) -> list[bytes]:
     """Return the keys of the tokens' full pages."""
-    layout = layout_fingerprint(checksum_layout(PAGE_SIZE, VOCAB_SIZE))
+    layout = layout_fingerprint(checksum_layout(PAGE_SIZE, VOCAB_SIZE, model_hash=MODEL_HASH))
     fingerprint = lasting_fingerprint(layout, b"", __version__, ("auto", 1024))
     return PageKeys.of(fingerprint, PAGE_SIZE).upto(len(tokens) // PAGE_SIZE, pack_i32(tokens))
 

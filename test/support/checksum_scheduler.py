@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 ENTRIES = Entries(scheduler="support.checksum_scheduler", torchrun=False)
 """Entries of the checksum engine for `LocalCluster`."""
 CONFIG_FILE = "checksum_engine.json"
+MODEL_HASH = "checksum"
+"""Not that of a fake: these instances stand for real ones."""
 HOLD_POLL_S = 0.005
 
 
@@ -76,7 +78,7 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
         topology,
         instance,
         progress,
-        model_hash="checksum",
+        model_hash=MODEL_HASH,
         has_state=config.has_state,
         pace=Pace(config.step_s, config.prompt_token_s),
         hold=hold_in(config.holds),

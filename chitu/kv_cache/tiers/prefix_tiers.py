@@ -34,6 +34,7 @@ from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.mooncake_pages import MooncakePages
 from chitu.kv_cache.tiers.page_copies import PageCopies, PagedRegions, host_memory, page_content_bytes, page_copies_of
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, MeasuredSpeed, PageLoad, PageStore, StoreError, is_whole, seal
+from chitu.kv_cache.tiers.user_pages import load_store
 from chitu.net.threads import JobThread
 
 logger = logging.getLogger(__name__)
@@ -459,6 +460,9 @@ def build_tiers(
         store = MooncakePages(config.store, address, host.record_bytes)
         store.connect()
         slow.append(SlowTier("store", store, host, timeout_s, clock))
+    if config.store.plugin is not None:
+        own = load_store(config.store.plugin, config.store.options)
+        slow.append(SlowTier("store", own, host, timeout_s, clock))
     tiers = PrefixTiers(host, copies, cache.generation, cache.page_size, timeout_s, clock, wake, slow)
     cache.on_cached = tiers.write_back
     return tiers
