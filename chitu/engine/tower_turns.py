@@ -19,6 +19,7 @@ from chitu.engine.executor import TowerTurn
 from chitu.errors import Internal
 from chitu.models.model import AtBlock
 from chitu.net.threads import ServiceThread
+from chitu.ops.cuda_device import on_stream
 
 
 class _Dropped(BaseException):
@@ -66,7 +67,7 @@ class TowerTurns:
         self._go.acquire()
         try:
             torch.set_num_threads(self._threads)
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(), on_stream(self._stream):
                 if self._turn is not None:
                     self._compute(self._at_block)
         except _Dropped:
