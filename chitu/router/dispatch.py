@@ -20,7 +20,6 @@ from chitu.errors import RequestLost
 from chitu.net.link import Sent
 from chitu.protocol import (
     MAX_FORKS,
-    PROTOCOL_VERSION,
     CancelRequest,
     DecodeRequest,
     Heartbeat,
@@ -33,7 +32,6 @@ from chitu.protocol import (
     SampledRequest,
     UnifiedRequest,
     encode,
-    encode_for,
 )
 from chitu.router.candidates import InstanceKey
 from chitu.router.generation import Attempt, GenerateRequest
@@ -182,8 +180,7 @@ class Dispatcher:
     def _post(self, member: ClusterMember, message: RequestMessage, now_s: float) -> bool:
         """Send the half of a request with the next number of its link. Return False, with nothing sent, if too much
         waits there."""
-        version, head = member.info.protocol, message.head
-        frame = encode(message) if version >= PROTOCOL_VERSION else encode_for(version, message)
+        frame, head = member.encode(message), message.head
         if member.sender.is_full or not member.peer.send(frame):
             return False
         member.sender.note(frame, Dispatched(head.room, False), now_s)

@@ -11,8 +11,9 @@ anew only after a view or a loss.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from chitu.config.schema import BreakerConfig, RouterConfig
 from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
-from chitu.protocol import ClusterView, InstanceInfo, LoadReport
+from chitu.protocol import PROTOCOL_VERSION, ClusterView, InstanceInfo, LoadReport, Wire, encode, encode_for
 from chitu.router.candidates import NO_GROUPS, Candidates, Groups, InstanceKey, Way, instance_key, whole_groups
 from chitu.router.loads import PRIOR, InstanceGroup, InstanceLoad
 
@@ -109,6 +110,8 @@ class ClusterMember:
     """Sending end of the link with it."""
     breaker: Breaker
     """One for all members of a group."""
+    encode: Callable[[Wire], bytes] = encode
+    """Returns a message as a frame of the version of the wire that it reads."""
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
     """Receiving end for its tokens."""
     reads: int = 0
@@ -178,6 +181,7 @@ class Members:
             self._outbox.open(info),
             LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
             next((other.breaker for other in others.values()), Breaker(self._breaker)),
+            encode if info.protocol >= PROTOCOL_VERSION else partial(encode_for, info.protocol),
         )
         if info.group is not None:
             self._groups.setdefault(info.group.id, {})[key] = member
