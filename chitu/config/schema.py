@@ -448,6 +448,9 @@ class RouterConfig(Section, frozen=True):
     """Address at which only the HTTP API listens: `0.0.0.0` for all of the machine's. Unset: `host`."""
     port: Port = 21003
     """HTTP: the API, probes, metrics, the web page."""
+    metric_aliases: Literal["none", "vllm"] = "none"
+    """`vllm`: `/metrics` has some numbers a second time, under the names that gateways and autoscalers expect of a vLLM
+    server (docs/gateway.md)."""
     stats_port: Port = 29600
     """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from chitu.http.batch.routes import batch_routes, file_routes
 from chitu.http.batch.store import FileStore
 from chitu.http.dialects.openai.cold import client_routes
 from chitu.http.fleet.cluster_routes import cluster_routes
+from chitu.http.fleet.metric_aliases import AliasFacts
 from chitu.http.fleet.operator_routes import operator_routes
 from chitu.http.fleet.page import page_routes
 from chitu.http.fleet.snapshot import SnapshotSource
@@ -132,7 +134,7 @@ class ApiEndpoint:
             *client_routes(model, router, bodies, access, running, takes_unknown),
             *file_routes(self._batches, access),
             *batch_routes(self._batches, access, takes_unknown),
-            *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__),
+            *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__, _alias_facts(topology, model)),
             *page_routes(model.name),
             *operator_routes(cluster, topology, self._kept, access),
             *trace_routes(cluster, router.trace.files.folder, access, clock),
@@ -197,3 +199,10 @@ def freeze_gc() -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     sys.setswitchinterval(SWITCH_S)
+
+
+def _alias_facts(topology: Topology, model: ServedModel) -> Callable[[], AliasFacts] | None:
+    """Return what metrics say under the names of other projects; None if they are not asked for."""
+    if topology.dp_config.router.metric_aliases == "none":
+        return None
+    return lambda: AliasFacts(model.name, tuple(model.adapters), topology.cache.page_size, time.time())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from chitu.cluster.cluster import Cluster
+from chitu.http.fleet.metric_aliases import AliasFacts, alias_families
 from chitu.http.fleet.metrics_text import MetricsReport, render_pieces
 from chitu.http.fleet.replies import HealthInstance, HealthReply, StatusReply
 from chitu.http.fleet.snapshot import SnapshotSource, Watchers
@@ -19,8 +23,14 @@ from chitu.types import Role, instance_name, place_of
 
 
 def cluster_routes(
-    router: PDRequestRouter, cluster: Cluster, source: SnapshotSource, access: Access, version: str
+    router: PDRequestRouter,
+    cluster: Cluster,
+    source: SnapshotSource,
+    access: Access,
+    version: str,
+    alias_facts: Callable[[], AliasFacts] | None = None,
 ) -> list[Route]:
+    """`alias_facts`: of metrics that have the names of other projects, too; None: they have not."""
     watchers = Watchers(source)
 
     async def livez(request: Request) -> Response:
@@ -43,7 +53,8 @@ def cluster_routes(
 
     async def metrics(request: Request) -> Response:
         record = cluster.record()
-        report = MetricsReport(version, record.metrics, record.coordination, source.instances())
+        aliases = partial(alias_families, alias_facts()) if alias_facts is not None else None
+        report = MetricsReport(version, record.metrics, record.coordination, source.instances(), aliases)
         pieces, content_type = render_pieces(report, request.headers.get("accept", ""))
         return await in_pieces(pieces, {"content-type": content_type})
 

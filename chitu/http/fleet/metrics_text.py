@@ -72,14 +72,14 @@ def gauge(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) 
 
 def histogram(name: str, text: str, times: TimeHistogram) -> Iterator[Metric]:
     family = HistogramMetricFamily(name, text, labels=())
-    family.add_metric((), _buckets(times), times.sum_s)
+    family.add_metric((), buckets(times), times.sum_s)
     yield family
 
 
 def histograms(name: str, text: str, label: str, times: Mapping[str, Histograms]) -> Iterator[Metric]:
     """Yield the parts of a histogram family of instances, with a further label."""
     samples = (
-        ((_ROLE_OF_LETTER[instance[0]], instance, part), _buckets(of_one), of_one.sum_s)
+        ((_ROLE_OF_LETTER[instance[0]], instance, part), buckets(of_one), of_one.sum_s)
         for part, by_name in sorted(times.items())
         for instance, of_one in sorted(by_name.items())
     )
@@ -96,7 +96,8 @@ def _parts(make: Callable[[], Any], samples: Iterable[tuple[Any, ...]], size: in
         yield family
 
 
-def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:
+def buckets(times: TimeHistogram) -> list[tuple[str, float]]:
+    """Return the counts up to each bound, as a histogram family has them."""
     return list(zip(_BOUNDS, accumulate(times.counts), strict=True))
 
 
@@ -109,6 +110,8 @@ class MetricsReport(NamedTuple):
     coordination: CoordinationMetrics
     instances: tuple[InstanceSnapshot, ...]
     """Instances of the topology, and those that joined in addition."""
+    aliases: Callable[[RouterMetrics, tuple[InstanceSnapshot, ...]], Iterator[Metric]] | None = None
+    """Further families, which say the same by names of other projects; None: none."""
 
 
 class _FamilyPart(Collector):
@@ -132,6 +135,8 @@ def render_pieces(report: MetricsReport, accept: str = "") -> tuple[Iterator[byt
         name = ""
         for part in _families(report):
             text = encode(_FamilyPart(part)).removesuffix(END)
+            if ":" in part.name:  # the library's OpenMetrics has `_` in names of samples, and `:` in the family's head
+                text = text.replace(f"\n{part.name.replace(':', '_')}".encode(), f"\n{part.name}".encode())
             while part.name == name and text.startswith(b"#"):  # the family's head is there already
                 text = text.partition(b"\n")[2]
             name = part.name
@@ -158,6 +163,8 @@ def _families(report: MetricsReport) -> Iterator[Metric]:
     yield from _loads(report.instances)
     if (balance := report.coordination.balance) is not None:
         yield from _balance(balance)
+    if report.aliases is not None:
+        yield from report.aliases(total, report.instances)
 
 
 def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:

@@ -1,4 +1,4 @@
-"""KV events of a real 1P1D: a reader that has only the streams knows which prompts P and D have, and a flush."""
+"""A real 1P1D as what stands beside it sees it: its KV events, metrics under other names, headers of a gateway."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from completions import complete_all
 from nursery import FORKED
 from ports import free_ports
+from prometheus_client.parser import text_string_to_metric_families
 from support.kv_event_reader import DECODERS, EventReader, EventSubscriber
 from support.router_process import wait_until
 
@@ -36,6 +37,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
         f"{ROUTER}.prefill_schedulers.0.kv_events_replay_port={ports[1]}",
         f"{ROUTER}.decode_schedulers.0.kv_events_port={ports[2]}",
         f"{ROUTER}.decode_schedulers.0.kv_events_replay_port={ports[3]}",
+        f"{ROUTER}.metric_aliases=vllm",
         "cache.events.topic='kv@{name}@{model}'",
     ]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
@@ -84,3 +86,33 @@ def test_messages_name_the_instance_and_the_model(world: tuple[LocalCluster, dic
         topic, _, payload = reader.next()
         assert topic == f"kv@{name}@m".encode()
         assert DECODERS["map"].decode(payload).data_parallel_rank == 0
+
+
+def test_a_scraper_finds_the_names_that_it_expects(world: tuple[LocalCluster, dict[str, EventSubscriber]]) -> None:
+    cluster, _ = world
+    text = httpx.get(f"{cluster.url}/metrics", timeout=10.0, trust_env=False).text
+    names = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= names
+    assert {"vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket", "chitu_requests_total"} <= names
+    assert 'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="200"} 1.0' in text
+
+
+def test_headers_of_a_gateway_choose_nothing(world: tuple[LocalCluster, dict[str, EventSubscriber]]) -> None:
+    """They name other models, hosts and instances, and times that cannot be kept."""
+    cluster, _ = world
+    body = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    elsewhere = "192.0.2.1:1"
+    headers = {f"x-gateway-destination-endpoint{end}": elsewhere for end in ("", "-subset", "-served")}
+    headers |= {f"x-{name}": elsewhere for name in ("prefiller-host-port", "data-parallel-host-port")}
+    headers |= {"x-encoder-hosts-ports": elsewhere, "x-slo-ttft-ms": "0", "x-slo-tpot-ms": "x"}
+    for owner in ("gateway", "llm-d"):
+        headers |= {f"x-{owner}-model-name-rewrite": "none", f"x-{owner}-inference-objective": "-5"}
+        headers |= {f"x-{owner}-inference-fairness-id": "\t"}
+    answers = [
+        httpx.post(f"{cluster.url}/v1/completions", json=body, headers=given, timeout=60.0, trust_env=False)
+        for given in ({}, {**headers, "x-request-id": "from-the-gateway"})
+    ]
+    tokens = [answer.json()["choices"][0]["token_ids"] for answer in answers]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 5
+    assert answers[1].headers["x-request-id"] == "from-the-gateway"
