@@ -151,7 +151,7 @@ def has_drafts(spec: ModelSpec) -> bool:
 
 
 def count(needs: dict[Recipe, frozenset[str]], is_meant: Callable[[frozenset[str]], bool]) -> int:
-    return sum(recipe.count for recipe, found in needs.items() if is_meant(found))
+    return sum(recipe.published for recipe, found in needs.items() if is_meant(found))
 
 
 def page(recipes: list[Recipe]) -> str:

@@ -108,7 +108,7 @@ def test_headers_of_a_gateway_choose_nothing(world: tuple[LocalCluster, dict[str
     headers |= {"x-encoder-hosts-ports": elsewhere, "x-slo-ttft-ms": "0", "x-slo-tpot-ms": "x"}
     for owner in ("gateway", "llm-d"):
         headers |= {f"x-{owner}-model-name-rewrite": "none", f"x-{owner}-inference-objective": "-5"}
-        headers |= {f"x-{owner}-inference-fairness-id": "\t"}
+        headers |= {f"x-{owner}-inference-fairness-id": "{}"}
     answers = [
         httpx.post(f"{cluster.url}/v1/completions", json=body, headers=given, timeout=60.0, trust_env=False)
         for given in ({}, {**headers, "x-request-id": "from-the-gateway"})

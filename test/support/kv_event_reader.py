@@ -120,7 +120,7 @@ class EventSubscriber:
     def again(self, start: int) -> list[tuple[int, bytes]]:
         """Return the kept messages from number `start` on."""
         self.ask.send_multipart([b"", start.to_bytes(8, "big")])
-        found = []
+        found = list[tuple[int, bytes]]()
         while True:
             assert self.ask.poll(10_000), "no answer"
             _, number, payload = self.ask.recv_multipart()

@@ -170,7 +170,7 @@ def test_variants_are_merged_and_zipped() -> None:
     assert list(found) == ["base", "override_tp", "zip_override_many[0]", "zip_override_many[1]"]
     assert "benchmark" not in found["override_tp"] and found["override_tp"]["resources"]["decode_workers"] == 2
     recipe = imported(text, variant="zip_override_many[1]").recipe
-    assert (recipe.prefill, recipe.decode.count) == (Side(2, 8, 1, 1, "cut"), 4)
+    assert (recipe.prefill, recipe.decode.instances) == (Side(2, 8, 1, 1, "cut"), 4)
     with pytest.raises(ConfigError, match=r"choose one by --variant: base, override_tp, zip_override_many\[0\]"):
         imported(text)
 

@@ -122,15 +122,17 @@ def facts_of(read: ReadRecipe, card: str = "") -> Recipe:
     sides = {role: words.side for role, words in read.sides.items()}
     drafts = next((words.drafts for role, words in read.sides.items() if words.drafts), "")
     return Recipe(
-        *(known_name(read.model), _bits(read), read.card or card.lower(), read.cards_of_host, read.engine),
-        *(
-            sides.get("prefill", NONE),
-            sides.get("decode", NONE),
-            drafts,
-            1,
-            sides.get("aggregated", NONE),
-            sides.get("encode", NONE),
-        ),
+        known_name(read.model),
+        _bits(read),
+        read.card or card.lower(),
+        read.cards_of_host,
+        read.engine,
+        sides.get("prefill", NONE),
+        sides.get("decode", NONE),
+        drafts,
+        published=1,
+        unified=sides.get("aggregated", NONE),
+        encode=sides.get("encode", NONE),
     )
 
 

@@ -35,7 +35,7 @@ VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 class Worker(NamedTuple):
     role: str
     """`prefill`, `decode`, `encode`, or empty if the manifest does not say."""
-    count: int
+    instances: int
     nodes: int
     """Pods of one instance."""
     pod: Mapping[str, Any]
@@ -65,7 +65,7 @@ def read_manifest(documents: Sequence[Mapping[str, Any]]) -> ReadRecipe:
             if found is None:
                 continue
             engine, options = found
-            words = read_options(engine, options, worker.count)
+            words = read_options(engine, options, worker.instances)
             role = _role(worker, options)
             if worker.cards and words.side.cards != worker.cards * worker.nodes:
                 words.unknown["resources"] = (

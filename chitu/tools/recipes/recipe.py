@@ -35,7 +35,7 @@ NEEDS = {
 class Side(NamedTuple):
     """The instances of one role, which are alike."""
 
-    count: int
+    instances: int
     tp: int
     dp: int
     pp: int
@@ -52,7 +52,7 @@ class Side(NamedTuple):
         parts += [f"dp {self.dp}"] if self.dp > 1 else []
         parts += [f"pp {self.pp}"] if self.pp > 1 else []
         parts += ["experts spread"] if self.experts == "spread" else []
-        return f"{self.count} x ({', '.join(parts)})"
+        return f"{self.instances} x ({', '.join(parts)})"
 
 
 NONE = Side(0, 1, 1, 1, "cut")
@@ -71,7 +71,7 @@ class Recipe(NamedTuple):
     decode: Side
     drafts: str
     """Kind and number of draft tokens, such as `mtp 2`; empty: none."""
-    count: int
+    published: int
     """Number of published recipes with these facts."""
     unified: Side = NONE
     encode: Side = NONE
@@ -81,7 +81,7 @@ class Recipe(NamedTuple):
     def sides(self) -> dict[str, Side]:
         """The sides that have instances, by their section in a topology."""
         found = {PREFILL: self.prefill, DECODE: self.decode, UNIFIED: self.unified, ENCODE: self.encode}
-        return {section: side for section, side in found.items() if side.count}
+        return {section: side for section, side in found.items() if side.instances}
 
 
 def topology_of(
@@ -94,7 +94,7 @@ def topology_of(
     hosts_of = Hosts(host_names)
     for section, side in recipe.sides.items():
         entries = sections.setdefault(section, [])
-        for _ in range(side.count):
+        for _ in range(side.instances):
             num_hosts = math.ceil(side.cards / recipe.cards_of_host)
             if side.cards > free:
                 number, free = number + (free < recipe.cards_of_host), recipe.cards_of_host
