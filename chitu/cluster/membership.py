@@ -223,17 +223,25 @@ class Membership:
             raise BadFrame(f"a coordination message of {len(frames)} frames; two are expected (identity, payload)")
         message = coordination_codec.decode(frames[1])
         if isinstance(message, FetchImage):
-            self._send_file(frames[0], message.key)
+            self._send_file(frames[0], message)
             return
         reply = self.coordination.on_message(message, frames[0])
         if reply is not None:
             self._send(frames[0], reply)
 
-    def _send_file(self, identity: bytes, key: bytes) -> None:
-        """Answer with the file of an image of a running request. It is queued without a copy; one that cannot be queued
-        is asked for again."""
+    def _send_file(self, identity: bytes, wanted: FetchImage) -> None:
+        """Answer with the file of an image of a running request, or a part of it. It is queued without a copy; one that
+        cannot be queued is asked for again."""
+        key, start = wanted.key, wanted.start
+        if start < 0 or wanted.most_bytes < 0:
+            raise BadFrame(f"{wanted.most_bytes} bytes of a file are asked for, from {start} on")
         data = self._find_file(key)
-        answer = ImageFile(key, is_here=False) if data is None else ImageFile(key, data)
+        if data is None:
+            answer = ImageFile(key, is_here=False)
+        elif not wanted.most_bytes:
+            answer = ImageFile(key, data)
+        else:
+            answer = ImageFile(key, data[start : start + wanted.most_bytes], start=start, num_bytes=len(data))
         with contextlib.suppress(zmq.Again):
             self._socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(encode(answer), zmq.NOBLOCK, copy=False)

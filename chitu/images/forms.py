@@ -281,6 +281,6 @@ def _fingerprint(folder: _Folder, spec: ProcessorSpec) -> bytes:
     return hashlib.blake2b(f"{settings}\n{name}".encode(), digest_size=IMAGE_KEY_BYTES).digest()
 
 
-def key_of(data: bytes, form: ImageForm) -> bytes:
+def key_of(data: bytes | bytearray, form: ImageForm) -> bytes:
     """Return `ImagePart.key` of an image's file."""
     return image_key(data, form.fingerprint)

@@ -101,7 +101,7 @@ class PatchesProcess:
             raise found
         self._is_loaded = True
 
-    def begin(self, data: bytes) -> None:
+    def begin(self, data: bytes | bytearray) -> None:
         """Have patches made of an image's file. Internal if the process cannot be started, or has no memory for it."""
         assert self._target is None
         try:

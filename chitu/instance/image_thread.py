@@ -2,8 +2,10 @@
 
 It owns a DEALER to the coordination port of each router, beside the one of the comm thread, so that a large file delays
 no other message; and the process of `chitu/images/patches.py`. FetchImage is repeated until it is answered or the image
-is dropped. Few files are here or under way from a router at a time, and patches are made of one image at a time, in the
-order of asking. How many patches lie here bounds the step thread, by what it asks for and does not drop.
+is dropped. A large file comes in parts (`PART_BYTES`), each asked for by itself: so the loop of the router never stalls
+for long. Few files are here or under way from a router at a time, and patches are made of one image at a time,
+of those whose files are here the one that was asked for first. How many patches lie here bounds the step thread, by
+what it asks for and does not drop.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from chitu.instance.comm import RouterAddress
 from chitu.instance.image_source import PreparedImage
 from chitu.net.sockets import connect
 from chitu.net.threads import ServiceThread
-from chitu.protocol import FetchImage, ImageFile, coordination_reply_codec, encode
+from chitu.protocol import PROTOCOL_VERSION, FetchImage, ImageFile, coordination_reply_codec, encode_for
 
 logger = logging.getLogger(__name__)
 
 MAX_FETCHED = 2
 """Files of one router that are here or under way at a time."""
+PART_BYTES = 4 << 20
+"""Most bytes of a file that are asked for at a time: while the router copies them, its loop does nothing else."""
 MAX_RETRY_S = 8.0
 """Longest time until FetchImage is repeated. It doubles, as a large file may take long and comes again as often."""
 UNCONNECTED_S = 0.05
@@ -66,7 +70,8 @@ class _Image:
         self.due_s = 0.0
         """When FetchImage is sent again."""
         self.wait_s = 0.0
-        self.data = b""
+        self.data = bytearray()
+        """As much as has come, from the start on."""
         self.made: PatchFile | None = None
 
 
@@ -93,9 +98,10 @@ class ImageThread:
         retry_interval_s: float,
         wake: Callable[[], None],
         clock: Clock = RealClock(),
+        version_of: Callable[[int], int] = lambda router: PROTOCOL_VERSION,
     ) -> None:
         """`context`: the instance's, with the cluster's secrets. `routers`: all, in the order of the configuration.
-        `wake` wakes the owner."""
+        `wake` wakes the owner. `version_of` returns the version of the wire that a router reads."""
         self._context = context
         self._addresses = routers
         self._form = model.form
@@ -103,6 +109,7 @@ class ImageThread:
         self._retry_s = retry_interval_s
         self._wake = wake
         self._clock = clock
+        self._version_of = version_of
         self._thread: ServiceThread | None = None
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -244,8 +251,9 @@ class ImageThread:
                 self._send_fetch(image, now_s)
 
     def _send_fetch(self, image: _Image, now_s: float) -> None:
+        router, wanted = image.routers[0], FetchImage(image.key, len(image.data), PART_BYTES)
         try:
-            self._sockets[image.routers[0]].send(encode(FetchImage(image.key)), zmq.NOBLOCK)
+            self._sockets[router].send(encode_for(self._version_of(router), wanted), zmq.NOBLOCK)
         except zmq.Again:  # not connected
             image.due_s = now_s + UNCONNECTED_S
         else:
@@ -273,15 +281,30 @@ class ImageThread:
         if not number or self._images[number].routers[0] != router:
             return
         image = self._images[number]
+        if file.is_here and file.num_bytes and not self._take_part(image, file):
+            return
         image.is_asked = False
         if not file.is_here:
             image.routers.pop(0)
+            image.data = bytearray()
             if not image.routers:
                 self._finish(number, RequestLost("the router has no file of an image: its request is over there"))
-        elif not hmac.compare_digest(key_of(file.data, self._form), file.key):
+            return
+        if not file.num_bytes:
+            image.data = bytearray(file.data)
+        if not hmac.compare_digest(key_of(image.data, self._form), file.key):
             self._finish(number, _other_processor())
         else:
-            image.data, image.state = file.data, _State.FETCHED
+            image.state = _State.FETCHED
+
+    def _take_part(self, image: _Image, file: ImageFile) -> bool:
+        """Take a part, and have the next one asked for at once. Return whether it was the last one. One that came
+        already is a repetition."""
+        if file.start != len(image.data) or not file.data:
+            return False
+        image.data += file.data
+        image.due_s, image.wait_s = 0.0, self._retry_s
+        return len(image.data) >= file.num_bytes
 
     def _begin_next(self) -> None:
         """Hand the process the next image, if it has none."""
@@ -290,7 +313,7 @@ class ImageThread:
         for number, image in list(self._images.items()):
             if image.state is not _State.FETCHED:
                 continue
-            data, image.data = image.data, b""
+            data, image.data = image.data, bytearray()
             try:
                 self._patches.begin(data)
             except ChituError as error:

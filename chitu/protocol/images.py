@@ -48,7 +48,7 @@ class ImagePart(Wire, frozen=True, array_like=True):
         return start + length
 
 
-def image_key(file: bytes, fingerprint: bytes) -> bytes:
+def image_key(file: bytes | bytearray, fingerprint: bytes) -> bytes:
     """Return `ImagePart.key` of a file, for an image processor with this fingerprint."""
     return blake2b(file, digest_size=IMAGE_KEY_BYTES, key=fingerprint).digest()
 
@@ -99,9 +99,13 @@ NO_IMAGE_LOAD = ImageLoad()
 
 class FetchImage(Wire, frozen=True, tag="fetch_image"):
     """Instance -> router (coordination port, through a connection of its own): the file of an image of a running
-    request."""
+    request, or a part of it."""
 
     key: bytes
+    start: int = 0
+    """First byte of the part."""
+    most_bytes: int = 0
+    """Most bytes of it; 0: all."""
 
 
 class ImageFile(Wire, frozen=True, tag="image_file"):
@@ -111,3 +115,7 @@ class ImageFile(Wire, frozen=True, tag="image_file"):
     data: bytes = b""
     is_here: bool = True
     """False: no running request of this router has it."""
+    start: int = 0
+    """First byte of `data` in the file."""
+    num_bytes: int = 0
+    """Bytes of the whole file; 0: `data` is all of it."""

@@ -45,7 +45,15 @@ def image_thread(topology: Topology, comm: CommLoop, waker: Waker) -> ImageThrea
         return None
     addresses = [each.address for each in comm.routers]
     retry_s = router.pd_disaggregation.deadlines.retry_interval_s
-    return ImageThread(comm.context, addresses, model, router.images, retry_s, waker.wake)
+    return ImageThread(
+        comm.context,
+        addresses,
+        model,
+        router.images,
+        retry_s,
+        waker.wake,
+        version_of=lambda router: comm.contacts.routers[router].protocol,
+    )
 
 
 def build_encode_service(

@@ -33,13 +33,16 @@ def test_files_of_running_requests_are_sent_and_the_core_sees_no_question() -> N
             socket.send(encode(Leave(Role.PREFILL, 0, Incarnation(1), "stopped")))
             socket.send(encode(FetchImage(b"k" * 16)))
             answers: list[ImageFile] = []
-            while len(answers) < 3:
+            socket.send(encode(FetchImage(b"k" * 16, -1, 5)))
+            for start in (0, 20 << 20, 1 << 30):
+                socket.send(encode(FetchImage(b"k" * 16, start, 1 << 20)))
+            while len(answers) < 6:
                 await asyncio.sleep(0.005)
                 while socket.poll(0):
                     answer = coordination_reply_codec.decode(socket.recv())
                     assert isinstance(answer, ImageFile)
                     answers.append(answer)
-            assert membership.metrics().bad_frames["coordination"] == 0
+            assert membership.metrics().bad_frames["coordination"] == 1, "a negative place"
             return answers
         finally:
             socket.close(0)
@@ -48,4 +51,7 @@ def test_files_of_running_requests_are_sent_and_the_core_sees_no_question() -> N
 
     key, data = next(iter(files.items()))
     found = asyncio.run(asyncio.wait_for(ask(), 30.0))
-    assert found == [ImageFile(key, data), ImageFile(b"0" * 16, is_here=False), ImageFile(key, data)]
+    assert found[:3] == [ImageFile(key, data), ImageFile(b"0" * 16, is_here=False), ImageFile(key, data)]
+    size = len(data)
+    for answer, start in zip(found[3:], (0, 20 << 20, 1 << 30), strict=True):
+        assert answer == ImageFile(key, data[start : start + (1 << 20)], start=start, num_bytes=size)

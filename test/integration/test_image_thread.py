@@ -20,13 +20,14 @@ from chitu.config.schema import ImagesConfig
 from chitu.errors import IncompatibleLayout, Internal, InvalidRequest, RequestLost
 from chitu.images.forms import ImageModel, image_model_of, key_of
 from chitu.images.sizer import SizerProcess
+from chitu.instance import image_thread
 from chitu.instance.comm import RouterAddress
 from chitu.instance.image_source import PreparedImage
 from chitu.instance.image_thread import ImageThread
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import bind
 from chitu.net.threads import Waker
-from chitu.protocol import FetchImage, ImageFile, coordination_codec, encode
+from chitu.protocol import OLDEST_VERSION, PROTOCOL_VERSION, FetchImage, ImageFile, coordination_codec, encode
 
 LIMITS = ImagesConfig()
 RETRY_S = 0.1
@@ -49,11 +50,17 @@ class FilePort:
             assert isinstance(message, FetchImage)
             self.asked.append(message.key)
             if not is_mute:
-                self.answer(identity, message.key)
+                self.answer(identity, message)
 
-    def answer(self, identity: bytes, key: bytes) -> None:
+    def answer(self, identity: bytes, wanted: FetchImage) -> None:
+        key, start, most = wanted.key, wanted.start, wanted.most_bytes
         data = self.files.get(key)
-        answer = ImageFile(key, is_here=False) if data is None else ImageFile(key, data)
+        if data is None:
+            answer = ImageFile(key, is_here=False)
+        elif most:
+            answer = ImageFile(key, data[start : start + most], start=start, num_bytes=len(data))
+        else:
+            answer = ImageFile(key, data)
         self.socket.send_multipart([identity, encode(answer)])
 
 
@@ -180,6 +187,38 @@ def test_an_unanswered_question_is_repeated(bench: Bench) -> None:
     assert len(port.asked) == late
 
 
+@pytest.mark.parametrize("version", [OLDEST_VERSION, PROTOCOL_VERSION])
+def test_a_file_comes_in_parts_unless_the_router_is_of_an_older_release(
+    bench: Bench, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_thread, "PART_BYTES", 1000)
+    monkeypatch.setattr(bench.thread, "_version_of", lambda router: version)
+    data = image_file(70, 70, seed=20 + version)
+    key, port = bench.add(data), bench.ports[0]
+    bench.thread.ask(key, 0)
+    bench.wait(lambda: len(port.asked) >= 2, port)  # the first ones are lost
+    prepared = bench.take()
+    assert prepared.error is None and prepared.key == key
+    bench.thread.drop(key)
+    assert len(data) > 5000 and (len(port.asked) > len(data) // 1000) == (version == PROTOCOL_VERSION)
+
+
+def test_the_rest_of_a_file_is_fetched_from_another_router_from_the_start_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_thread, "PART_BYTES", 1000)
+    first, second = bench.ports
+    key = bench.add(image_file(70, 70, seed=30))
+    second.files[key] = first.files[key]
+    bench.thread.ask(key, 0)
+    bench.thread.ask(key, 1)
+    bench.wait(lambda: len(first.asked) >= 3, second)
+    del first.files[key]
+    prepared = bench.take()
+    assert prepared.error is None and prepared.key == key
+    bench.thread.drop(key)
+
+
 def test_each_failure_is_one_images(bench: Bench) -> None:
     """Errors of the file, of the router and of another processor, each told once; the next image works."""
     damaged = image_file(90, 90, seed=4)[:9000]
@@ -238,8 +277,8 @@ def test_a_killed_process_costs_one_image(bench: Bench) -> None:
     """Killed in the middle of an image, and while it has nothing to do."""
     large, small = bench.add(image_file(2600, 2600, seed=7)), bench.add(image_file(30, 40, seed=8))
     bench.thread.ask(large, 0)
-    bench.thread.ask(small, 0)
     bench.wait(lambda: bool(bench.thread._making))
+    bench.thread.ask(small, 0)
     first = bench.thread.process_pid
     assert first is not None
     os.kill(first, signal.SIGKILL)

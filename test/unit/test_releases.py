@@ -17,8 +17,6 @@ from chitu.protocol import (
     ClusterView,
     Drain,
     EncodeOrder,
-    FetchImage,
-    ImageFile,
     InstanceInfo,
     Join,
     JoinReply,
@@ -39,15 +37,14 @@ OF_ANY_VERSION = (
     CancelRequest,
     Drain,
     EncodeOrder,
-    FetchImage,
-    ImageFile,
     JoinReply,
     LinkAck,
     TokenBatch,
     TraceLines,
     TransportMessage,
 )
-"""Records that are sent without a look at the version of the other end."""
+"""Records that are sent without a look at the version of the other end. Another one is `ImageFile`, whose new fields go
+to who asked for a part."""
 
 
 def read(kind: type[Wire], frame: bytes) -> Wire:
