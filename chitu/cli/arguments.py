@@ -165,6 +165,16 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     _add_router(command)
 
+    command.add_argument(
+        "--pages", action="store_true", help="with its pages of KV on disk (cache.disk.path), for `chitu restore`"
+    )
+
+    command = commands.add_parser(
+        "restore", help="continue a snapshot with pages in another cluster, without computing these"
+    )
+    command.add_argument("file", metavar="FILE", help="written by `chitu snapshot --pages`")
+    _add_router(command)
+
     command = commands.add_parser("replay", help="recompute saved answers on one engine and compare the tokens")
     command.add_argument(
         "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"

@@ -184,14 +184,42 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     from chitu.launch.router_client import RouterClient
     from chitu.protocol.kept_request import unpack
 
-    data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
-    record = unpack(data)
+    client = RouterClient(arguments.url, credential(arguments.url))
+    has = ""
+    if arguments.pages:
+        from chitu.tools.snapshot_pages import Source, with_pages
+
+        source = Source.of(client)  # which reads the weights, while the request runs on
+        data = client.snapshot(arguments.request_id)
+        record = unpack(data)
+        data, count = with_pages(data, source)
+        has = f", {count} pages"
+    else:
+        data = client.snapshot(arguments.request_id)
+        record = unpack(data)
     # The file gets its name when it is complete. Only its owner may read it: it contains the prompt.
     partial = f"{arguments.file}.partial"
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     os.replace(partial, arguments.file)
-    print(f"{arguments.file}: {len(record.prompt_token_ids)} prompt tokens, {len(record.token_ids)} of the answer")
+    print(f"{arguments.file}: {len(record.prompt_token_ids)} prompt tokens, {len(record.token_ids)} of the answer{has}")
+    return 0
+
+
+def _restore(arguments: argparse.Namespace) -> int:
+    from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
+    from chitu.protocol.kept_request import DamagedFile
+    from chitu.tools.snapshot_pages import Source, read, restore
+
+    data = Path(arguments.file).read_bytes()
+    try:
+        read(data)  # before the weights, which take longer
+        target = Source.of(RouterClient(arguments.url, credential(arguments.url)))
+        record, count = restore(data, target, Path(arguments.file).stem)
+    except DamagedFile as error:
+        raise ConfigError(f"{arguments.file}: {error}") from error
+    print(f"{record.request_id} goes on with {count} pages: GET /v1/requests/{record.request_id}")
     return 0
 
 
@@ -480,6 +508,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "token": _token,
     "verify": _verify,
     "snapshot": _snapshot,
+    "restore": _restore,
     "canary": _canary,
     "upgrade": _upgrade,
     "replay": _replay,

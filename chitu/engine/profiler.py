@@ -33,7 +33,7 @@ class RankProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         self._file, self._max_bytes = Path(f"{stem}.{self._rank}{SUFFIX}"), max_bytes
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])]
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             recorded = profile(activities=kinds, acc_events=True)
