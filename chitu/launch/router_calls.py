@@ -20,7 +20,7 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import api_key, cluster_key, reached_hosts
 from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback, routers
-from chitu.errors import ConfigError, Internal
+from chitu.errors import ConfigError, Internal, UnknownInstance
 from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.client import NETWORK_ERRORS, Server
 from chitu.net.curve import derive, make_context
@@ -32,6 +32,8 @@ from chitu.types import Role
 
 POLL_S = 0.2
 LINGER_MS = 500
+REJOIN_S = 5.0
+"""Time within which instances have joined a router that has started again."""
 AWAY_S = 30.0
 """Time for which a drain waits for a router that is away: it may start again, or another one has the name."""
 
@@ -55,16 +57,25 @@ def known_key(url: str) -> str:
         return ""
 
 
-def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
+def drain(
+    client: RouterClient,
+    names: Sequence[str],
+    *,
+    force: bool,
+    wait: bool,
+    say: Callable[[str], None],
+    patience_s: float = 0.0,
+) -> None:
     """Drain instances, all at once. Return once they have left the cluster (`wait`), or once the router sends them
     nothing new.
 
+    `patience_s`: time for which it asks again where the router is away, or has just started and knows no instance yet.
     The drain continues if the wait is interrupted, and the wait if the router starts again meanwhile. Raise
     UnknownInstance, LastInstance (without `force`), and the errors of `RouterClient`.
     """
     left = {}
     for name in map(str.upper, names):
-        left[name] = client.drain(name, force)
+        left[name] = _drained(client, name, force, patience_s)
         say(f"{name} drains: it gets no new requests, finishes its own, and leaves")
     shown: dict[str, int] = {}
     while wait and left:
@@ -81,6 +92,18 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
                 shown[name] = count
                 say(f"{name}: {count} requests left")
         if left:
+            time.sleep(POLL_S)
+
+
+def _drained(client: RouterClient, name: str, force: bool, patience_s: float) -> int:
+    """Ask for the drain of an instance and return its incarnation."""
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return client.drain(name, force)
+        except (RouterUnreachable, UnknownInstance):
+            if time.monotonic() >= end_s:
+                raise
             time.sleep(POLL_S)
 
 
@@ -123,7 +146,7 @@ def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str],
             say(f"{name} is not in the cluster")
     if not own.instances:
         say("the launcher runs the router alone, which a signal drains (deadlines.drain_delay_s, drain_s)")
-    drain(client, names, force=force, wait=wait, say=say)
+    drain(client, names, force=force, wait=wait, say=say, patience_s=REJOIN_S)
 
 
 def change_role(
