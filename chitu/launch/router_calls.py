@@ -95,7 +95,7 @@ def drain(
             time.sleep(POLL_S)
 
 
-def _drained(client: RouterClient, name: str, force: bool, patience_s: float) -> int:
+def _drained(client: RouterClient, name: str, force: bool, patience_s: float) -> str:
     """Ask for the drain of an instance and return its incarnation."""
     end_s = time.monotonic() + patience_s
     while True:

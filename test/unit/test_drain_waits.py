@@ -19,11 +19,11 @@ class RestartingRouter:
     def __init__(self, looks_away: int, empty: ClusterSnapshot, asks_unknown: int = 0) -> None:
         self.looks_away, self._empty, self.asks_unknown = looks_away, empty, asks_unknown
 
-    def drain(self, name: str, force: bool) -> int:
+    def drain(self, name: str, force: bool) -> str:
         if self.asks_unknown:
             self.asks_unknown -= 1
             raise UnknownInstance(name)
-        return 7
+        return "7"
 
     def cluster(self) -> ClusterSnapshot:
         if self.looks_away:
