@@ -327,6 +327,10 @@ class StepFailed(ServiceError):
     retryable = False
 
 
+class DamagedFeatures(StepFailed):
+    """Features of an image in host memory are not those that were saved there."""
+
+
 class PoisonRequest(ServiceError):
     """Instances, or processes that worked on its body, died one after the other while they had this request: it is not
     sent to another one. The client should not send it again either."""

@@ -342,7 +342,7 @@ class PDScheduler:
             self._sync_beside()
             step, handle = self._faults.repeat(step, error)
         work = self._load.pace.work_of(step.chunks, step.decoding, step.drafts)
-        if step.plan.encode or step.plan.turn:
+        if step.plan.encode or step.plan.turn or step.plan.save_images or step.plan.load_images:
             work = None  # how long it takes says nothing of its rows
         return self._account(step, handle, self._planned_s, work)
 

@@ -141,6 +141,9 @@ class CacheConfig(Section, frozen=True):
     """Number of rows (one is a token of an image) for features of images: those that prompts wait for, and as many as
     fit of earlier ones, for later requests. Unset: 16384, and not more than max_model_len. No effect without
     vision."""
+    host_image_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Host memory (pinned beside a GPU) of each P and unified instance, in bytes, for features of images that gave up
+    their rows: a later prompt with such an image loads them. 0: none. On CPUs, `image_rows` is host memory already."""
     num_state_slots: Positive | None = None
     """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers, and with
     `window_state` those with windows; no effect on others): each request that computes, runs or is between P and D

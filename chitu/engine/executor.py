@@ -81,6 +81,22 @@ class EncodeImage(PlanPart, frozen=True):
     """A row for each feature row of the image, int32 LE."""
 
 
+class SaveImage(PlanPart, frozen=True):
+    """Copies rows of the feature region (int32 LE) to host memory under a number, with their checksums. Waits for the
+    device."""
+
+    number: int
+    rows: bytes
+
+
+class LoadImage(PlanPart, frozen=True):
+    """Copies what was saved under a number to rows of the feature region (int32 LE), before the step encodes. The copy
+    stays. Raises DamagedFeatures if it is not what was saved."""
+
+    number: int
+    rows: bytes
+
+
 class TowerTurn(PlanPart, frozen=True):
     """Computes the vision tower up to a block (`blocks` of `of`), for all images that the newest plan with some in
     `encode` named. With all blocks the features are in their rows. With none the images are given up."""
@@ -237,6 +253,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     copy_state: list[CopyState] = []
     keep_state: list[KeepState] = []
     restore: list[Restore] = []
+    drop_images: list[int] = []
+    """Saved features to forget, if there are such."""
+    save_images: list[SaveImage] = []
+    load_images: list[LoadImage] = []
     encode: list[EncodeImage] = []
     """None while the tower computes others in turns."""
     turn: list[TowerTurn] = []

@@ -295,7 +295,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop saved copies, and what the tower computes. The pool belongs to the service."""
         self._moves.clear()
-        self._images.drop()
+        self._images.close()
         if self._lanes is not None:
             self._lanes.close()
 

@@ -49,6 +49,7 @@ def build_prefill(core: InstanceCore, transfer: KVManager[PrefillSender]) -> Com
 def build_decode(core: InstanceCore, transfer: KVManager[DecodeReceiver]) -> Composition:
     """Compose D, which receives prompts and decodes them. If it may, it computes some itself."""
     _set_pulls(core, None)
+    core.sequences.resources.images.store.drop_all()  # of the P that it was
     return Composition(DecodeRole(core, transfer.side), transfer)
 
 

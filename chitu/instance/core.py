@@ -63,6 +63,9 @@ class LoadedEngine:
     events: KVEventFeed | None = None
     """Publishes what enters and leaves the cache; None: nobody asks."""
 
+    host_image_rows: int = 0
+    """Rows of features that are kept in host memory (`cache.host_image_bytes`)."""
+
     report_blocks: Callable[[Callable[[], None]], None] = lambda report: None
     """Has a function called before each block of the vision tower is computed, within `launch`."""
     feature_mark: bytes = bytes(FEATURE_MARK_BYTES)
@@ -127,7 +130,7 @@ class InstanceCore:
         most = min(self.settings.max_draft_tokens, info.most_drafts)
         self.drafts = Drafts(most, max(info.num_slots, MAX_DRAFT + 1), info.vocab_size)
         most_rows, silence_s = self.settings.config.max_batched_tokens, self.settings.deadlines.transfer_s
-        images = ImageGate(info, self.image_source, most_rows, silence_s, self.clock)
+        images = ImageGate(info, self.image_source, most_rows, silence_s, self.clock, engine.host_image_rows)
         resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states, images)
         self.sequences = Sequences(resources, self.trace.end)
         self.weights = WeightsKeeper(engine.weights, self.clock, feature_mark=engine.feature_mark)

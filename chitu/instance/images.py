@@ -44,15 +44,17 @@ from chitu.engine.executor import (
     EncodeImage,
     ExecutorInfo,
     ImageSpan,
+    LoadImage,
     PlaceImage,
     StepPlan,
-    TowerCost,
     TowerTurn,
 )
 from chitu.errors import ChituError, Internal, TransferStalled
+from chitu.instance.host_features import HostFeatures
 from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_pulls import LENT_SHARE, ImagePulls, PullNews
 from chitu.instance.image_source import ImageSource, NoImages
+from chitu.instance.tower_batch import TowerBatch
 from chitu.protocol import (
     ANY_ENCODER,
     IMAGE_KEY_BYTES,
@@ -99,13 +101,16 @@ class FeatureStore:
     begins to, is the next one launched. It is *pinned* by the prompts that have it placed, and by the tower; the others
     are kept for later prompts, and the least recently used go first."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, num_host_rows: int = 0) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._images: OrderedDict[bytes, StoredImage] = OrderedDict()
         """Images that can be found, the least recently used first."""
         self.num_pinned = 0
         """Rows of pinned images."""
+        self.host = HostFeatures(num_host_rows)
+        self.evicted: list[StoredImage] = []
+        """What gave up its rows in the newest call of `reserve`."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._images
@@ -129,6 +134,7 @@ class FeatureStore:
 
     def reserve(self, key: bytes, num_rows: int) -> StoredImage | None:
         """Take rows for an image that is not here. Return None, and take none, if too few are free or unpinned."""
+        self.evicted = []
         if num_rows > self.num_rows - self.num_pinned:
             return None
         for idle in [image for image in self._images.values() if not image.pins]:
@@ -136,6 +142,7 @@ class FeatureStore:
                 break
             del self._images[idle.key]
             self._give_back(idle)
+            self.evicted.append(idle)
         at = len(self._free) - num_rows
         rows = np.array(self._free[at:][::-1], np.int32)
         del self._free[at:]
@@ -179,7 +186,8 @@ class FeatureStore:
                 self._give_back(image)
 
     def drop_all(self) -> None:
-        """Let no image be found any more."""
+        """Let no image be found any more, here and in host memory."""
+        self.host.drop_all()
         for image in list(self._images.values()):
             self.discard(image)
 
@@ -320,35 +328,6 @@ class AskedImage:
     """Whether this instance encodes it itself."""
 
 
-@dataclass(slots=True)
-class TowerBatch:
-    """Images that the tower computes together, in one step or in turns."""
-
-    cost: TowerCost | None
-    """None: in one step."""
-    images: list[StoredImage] = field(default_factory=list)
-    """Pinned ones, until the step that completes them is launched."""
-    encode: list[EncodeImage] = field(default_factory=list)
-    asked: list[AskedImage] = field(default_factory=list)
-    blocks: int = 0
-    """Blocks up to which the newest plan computes."""
-    is_complete: bool = False
-    """Whether that are all."""
-
-    def turns(self, most_tokens: int) -> list[TowerTurn]:
-        """Take the next turn, which costs about as much as so many tokens of a prompt at most, but is of one block at
-        least. Return none if the first one has all blocks."""
-        if self.cost is None:
-            self.is_complete = True
-            return []
-        is_first = not self.blocks
-        block = self.cost.tokens([len(image.rows) for image in self.images])
-        left = self.cost.blocks - self.blocks
-        self.blocks += max(1, left if block * left <= most_tokens else int(most_tokens / block))
-        self.is_complete = self.blocks >= self.cost.blocks
-        return [] if is_first and self.is_complete else [TowerTurn(self.blocks, self.cost.blocks)]
-
-
 class ImageGate:
     """The prompts that wait for features, and the store of these."""
 
@@ -359,10 +338,11 @@ class ImageGate:
         most_rows: int = 1 << 30,
         silence_s: float = math.inf,
         clock: Clock | None = None,
+        num_host_rows: int = 0,
     ) -> None:
         """`most_rows`: rows that a step encodes, at most, but for one image alone. `silence_s`: longest time in which
         the source prepares nothing of what it was asked for."""
-        self.store = FeatureStore(info.image_rows)
+        self.store = FeatureStore(info.image_rows, num_host_rows)
         self.pulls: ImagePulls | None = None
         """What has E encode images; None if this instance takes none from E."""
         self.is_whole = info.whole_images
@@ -525,10 +505,13 @@ class ImageGate:
         """Have images encoded and placed, and ask for those to come. `waiting`: the prompts of that name, the most
         urgent first. `most_tokens`: what a turn of the tower may cost, in tokens of a prompt."""
         may_begin = self.batch is None
+        self.store.host.begin_plan()
         if self.batch is None:
             self.batch = TowerBatch(self._cost)
         batch = self.batch
         self._place(waiting, plan, may_begin)
+        if plan.load_images:
+            self._drop_unwanted()  # what was asked for may have come to be loaded
         if not batch.images:
             self.batch = None
         elif not plan.turn and not batch.is_complete:
@@ -546,6 +529,7 @@ class ImageGate:
         if self._must_drop and not plan.encode:
             plan.turn.append(TowerTurn(0, 0))
         self._must_drop = False
+        self.store.host.end_plan(plan)
 
     def _place(self, waiting: Sequence[Request], plan: StepPlan, may_encode: bool) -> None:
         """Place images, and put into the batch those that are prepared, if they `may_encode`."""
@@ -556,12 +540,17 @@ class ImageGate:
             assert images is not None
             while (part := images.next_missing) is not None:
                 image = self.store.find(part.key)
+                if image is None and self.store.host.hold(part.key):
+                    image = self._load(part, waiting[number:], plan)
+                    if image is None:
+                        may_encode = False
+                        break
                 if image is None:
                     asked = self.asked.get(part.key)
                     if asked is None or not asked.patches or not may_encode:
                         break
                     if part.num_rows <= most_rows or not batch.images:
-                        image = self._reserve(part, waiting[number:])
+                        image = self._reserve(part, waiting[number:], plan)
                     if image is None:
                         may_encode = False
                         break
@@ -579,14 +568,25 @@ class ImageGate:
         plan.encode.append(batch.encode[-1])
         asked.num_unread += 1
 
-    def _reserve(self, part: ImagePart, less_urgent: Sequence[Request]) -> StoredImage | None:
-        """Take rows, if need be those that less urgent prompts have placed and wait with."""
+    def _load(self, part: ImagePart, less_urgent: Sequence[Request], plan: StepPlan) -> StoredImage | None:
+        """Have the plan copy an image from host memory. Return None if there are no rows."""
+        image = self._reserve(part, less_urgent, plan)
+        if image is not None:
+            self.store.host.load(part.key, image.rows, plan)
+            self.num_advances += 1
+        return image
+
+    def _reserve(self, part: ImagePart, less_urgent: Sequence[Request], plan: StepPlan) -> StoredImage | None:
+        """Take rows, if need be those that less urgent prompts have placed and wait with. The plan saves what gives
+        way."""
         image = self.store.reserve(part.key, part.num_rows)
         for sequence in reversed(less_urgent):
             assert sequence.images is not None
             while image is None and sequence.images.placed:
                 self.store.unpin(sequence.images.unplace())
                 image = self.store.reserve(part.key, part.num_rows)
+        for evicted in self.store.evicted:
+            self.store.host.save(evicted.key, evicted.rows, plan)
         return image
 
     def _ask(self, waiting: Sequence[Request]) -> None:
@@ -596,7 +596,8 @@ class ImageGate:
         for sequence in waiting:
             assert sequence.images is not None
             for part in sequence.images.missing:
-                if part.key not in self.asked and part.key not in self.store:
+                is_here = part.key in self.store or part.key in self.store.host
+                if part.key not in self.asked and not is_here:
                     if num_rows + part.num_rows > self.store.num_rows and not is_first:
                         return
                     num_rows += part.num_rows
@@ -681,8 +682,8 @@ class ImageGate:
                 self._source.drop(key)
         self._note_load()
 
-    def fail_encoding(self, encode: EncodeImage) -> list[Request]:
-        """Forget an image whose encoding raised. Return the prompts that have it placed."""
+    def fail_encoding(self, encode: EncodeImage | LoadImage) -> list[Request]:
+        """Forget an image whose encoding or loading raised. Return the prompts that have it placed."""
         lost = [
             each
             for each in self.waiting.values()

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult, is_sound
+from chitu.engine.executor import Admit, DoneStep, EncodeImage, LoadImage, PrefillChunk, StepPlan, StepResult, is_sound
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import admit
@@ -168,7 +168,7 @@ class StepFaults:
         num_lost = self._end_unsaved(plan) + self._end_stateless(slots)
         self._resources.states.drop_all(only_pending=True)  # of this step: all others are read
         outcome = _Outcome()
-        self._encode(outcome)
+        self._encode(plan, outcome)
         unseen = {sequence for sequence, _ in outcome.raised}
         parts = [part for part in self._parts(step) if part.sequence not in unseen]
         logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
@@ -219,16 +219,25 @@ class StepFaults:
             self._ends.fail(sequence, self._role.lost(text))
         return len(lost)
 
-    def _encode(self, outcome: _Outcome) -> None:
-        """Encode the images of the vision tower, each alone. Those that raise are nobody's any more."""
-        for encode in self._resources.images.to_repeat():
+    def _encode(self, plan: StepPlan, outcome: _Outcome) -> None:
+        """Load the images of the plan, and encode those of the vision tower, each alone. Those that raise are nobody's
+        any more."""
+        images, host = self._resources.images, self._resources.images.store.host
+        host.forget_numbers({save.number for save in plan.save_images})  # the step may have raised before them
+        if plan.drop_images:
+            self._executor.launch(StepPlan(drop_images=plan.drop_images)).result()
+        parts: list[tuple[LoadImage | EncodeImage, StepPlan]] = []
+        parts += [(load, StepPlan(load_images=[load])) for load in plan.load_images]
+        parts += [(encode, StepPlan(encode=[encode])) for encode in images.to_repeat()]
+        for part, alone in parts:
             try:
-                self._executor.launch(StepPlan(encode=[encode])).result()
+                self._executor.launch(alone).result()
             except Internal:
                 raise
             except Exception as error:
                 known = [sequence for sequence, _ in outcome.raised]
-                failed = self._resources.images.fail_encoding(encode)
+                failed = images.fail_encoding(part)
+                host.forget_numbers({load.number for load in alone.load_images})
                 outcome.raised += [(sequence, error) for sequence in failed if sequence not in known]
 
     def _parts(self, step: Step) -> list[_Part]:

@@ -124,6 +124,10 @@ class ImageTable:
                 raise Internal(f"features {tuple(features_MW.shape)} for {len(rows)} rows of {self.shape.width}")
             self.region[self._upload(torch.from_numpy(rows))] = features_MW.to(self.region.dtype)
 
+    def read(self, data: bytes) -> torch.Tensor:
+        """Return a copy of the features `[rows, width]` in rows of the region (int32 LE)."""
+        return self.region[self._upload(torch.from_numpy(self.numbers(data)))]
+
     # ------------------------------------------------------------------------------------------------- rows of a batch
 
     def rope(self, spans: Sequence[Span], slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor | None:

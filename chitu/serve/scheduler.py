@@ -243,6 +243,7 @@ def _build(
         lockstep=lockstep,
         lane=rank.lane,
         events=events,
+        host_image_rows=_host_image_rows(topology, instance, rank),
         report_blocks=rank.report_blocks,
         profiling=_profiling(topology, rank),
     )
@@ -268,6 +269,17 @@ def _profiling(topology: Topology, rank: BuiltRank) -> Profiling:
 
         profiler = TensorParallelProfiler(rank.group) if rank.group is not None else RankProfiler(MAIN_RANK)
     return Profiling(profiler, trace.profile_dir, trace.profile_mb << 20, RealClock())
+
+
+def _host_image_rows(topology: Topology, instance: Instance, rank: BuiltRank) -> int:
+    """Return how many rows of features are kept in host memory. Each rank has copies of all. Raises ConfigError if there
+    is no such memory."""
+    asked_bytes, free_bytes = topology.cache.host_image_bytes, available_cpu_bytes()
+    if asked_bytes > free_bytes:
+        raise ConfigError(f"cache.host_image_bytes is {asked_bytes}, but {free_bytes} bytes of host memory are free")
+    if rank.features is None:
+        return 0
+    return asked_bytes // (rank.features.page_bytes[0] * instance.config.tp_size)
 
 
 def _join_lockstep(executor: Executor, instance: Instance, rank: BuiltRank, waker: Waker) -> LockstepExecutor | None:

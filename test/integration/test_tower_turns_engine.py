@@ -14,9 +14,9 @@ from image_checkpoints import PictureRequest, write_patches, write_vision_checkp
 from test_image_engine import IMAGE_ROWS, NoSpecials
 from thread_ranks import Ranks
 
-from chitu.engine.executor import EncodeImage, PlaceImage, PrefillChunk, StepPlan, TowerTurn
+from chitu.engine.executor import EncodeImage, LoadImage, PlaceImage, PrefillChunk, SaveImage, StepPlan, TowerTurn
 from chitu.engine.image_features import ImageSteps
-from chitu.errors import Internal
+from chitu.errors import DamagedFeatures, Internal
 from chitu.models.model import vision_of
 from chitu.protocol import pack_i32
 
@@ -242,3 +242,30 @@ def test_a_block_that_is_skipped_or_computed_out_of_order_shows(towers: Towers, 
     finally:
         back()
     assert not towers.is_whole and not towers.is_untouched
+
+
+def test_saved_features_are_loaded_to_other_rows_and_damaged_ones_are_not(towers: Towers) -> None:
+    rows, images = [row for each in towers.places for row in each], towers.runner._images
+    towers.runner.execute(StepPlan(encode=towers.encode))
+    saved = StepPlan(save_images=[SaveImage(5, pack_i32(rows))])
+    towers.runner.execute(saved)
+    towers.clear()
+    there = list(range(len(rows)))[::-1]
+    towers.runner.execute(StepPlan(load_images=[LoadImage(5, pack_i32(there))]))
+    assert torch.equal(towers.region[there], towers.whole[rows])
+    host_MW, _ = images._copies[5]
+    flipped = host_MW.view(torch.uint8).numpy()
+    for place in ((0, 0), (len(rows) - 1, flipped.shape[1] - 1)):
+        flipped[place] ^= 4
+        towers.clear()
+        with pytest.raises(DamagedFeatures):
+            towers.runner.execute(StepPlan(load_images=[LoadImage(5, pack_i32(there))]))
+        assert towers.is_untouched
+        flipped[place] ^= 4
+    flipped[[0, 1]] = flipped[[1, 0]]
+    with pytest.raises(DamagedFeatures):
+        towers.runner.execute(StepPlan(load_images=[LoadImage(5, pack_i32(there))]))
+    towers.runner.execute(StepPlan(drop_images=[5, 6]))
+    with pytest.raises(Internal, match="no features are saved under 5"):
+        towers.runner.execute(StepPlan(load_images=[LoadImage(5, pack_i32(there))]))
+    assert not images._copies

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chitu.engine.executor import (
     Admit,
@@ -22,7 +23,7 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.errors import ChituError
+from chitu.errors import ChituError, DamagedFeatures
 from chitu.fake.checksum import ChecksumExecutor, ChecksumPool, Pace
 from chitu.fake.executor import InvariantViolation, check_plan, kv_of, next_token
 from chitu.instance.image_source import PreparedImage
@@ -112,14 +113,22 @@ class VisionExecutor(ChecksumExecutor):
         self.tower: list[EncodeImage] = []
         """Images that are encoded in turns."""
         self.tower_blocks = 0
+        self.copies: dict[int, NDArray[np.uint32]] = {}
+        """Features in host memory, by number."""
+        self.loaded: list[int] = []
+        self.damaged: set[int] = set()
+        """Numbers whose loading raises."""
+        self.most_copied = 0
+        """Most rows of all copies."""
         self.turns: list[int] = []
         """Blocks of each turn."""
         self.dropped: list[list[bytes]] = []
         """Keys of the images that were given up together."""
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        if not plan.encode and not plan.turn and not plan.place:
+        if not (plan.encode or plan.turn or plan.place or plan.drop_images or plan.save_images or plan.load_images):
             return super().execute(plan, on_layer)
+        self._move_copies(plan)
         self._turn_tower(plan)
         admitted = {admit.slot for admit in plan.admit}
         for admit in plan.admit:
@@ -134,6 +143,20 @@ class VisionExecutor(ChecksumExecutor):
             return super().execute(plan, on_layer)
         finally:
             self._is_placed = False
+
+    def _move_copies(self, plan: StepPlan) -> None:
+        for number in plan.drop_images:
+            self.copies.pop(number, None)
+        for save in plan.save_images:
+            check_plan(save.number not in self.copies, f"{save}, which is saved already")
+            self.copies[save.number] = self.region[unpack_i32(save.rows)]
+        self.most_copied = max(self.most_copied, sum(len(rows) for rows in self.copies.values()))
+        for load in plan.load_images:
+            check_plan(load.number in self.copies, f"{load}, of which nothing is saved")
+            if load.number in self.damaged:
+                raise DamagedFeatures("damaged")
+            self.region[unpack_i32(load.rows)] = self.copies[load.number]
+            self.loaded.append(load.number)
 
     def _turn_tower(self, plan: StepPlan) -> None:
         """Encode images as the plan says. Nothing of them is in their rows before their last turn."""

@@ -33,7 +33,7 @@ class Seeing(Instance):
     executor: Eyes
 
     def __init__(self, num_pages: int = 64, info: ExecutorInfo = SEEING, most: int = 16, **kw: Any) -> None:
-        chunk = kw.pop("chunk", 5)
+        chunk, host = kw.pop("chunk", 5), kw.pop("host", 0)
         config = SchedulerConfig(
             max_running_requests=8, max_batched_tokens=most, chunk_size=chunk, reserved_decode_tokens=4
         )
@@ -41,6 +41,7 @@ class Seeing(Instance):
         self.source = PumpedSource()
         self.gate = self.scheduler._images
         self.gate._source = self.source
+        self.gate.store.host.num_rows = host
         self.is_slow = False
 
     def step(self) -> bool:

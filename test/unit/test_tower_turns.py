@@ -16,7 +16,8 @@ from support.images import image, key_of
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult, TowerCost, TowerTurn
 from chitu.errors import Internal, StepFailed
-from chitu.instance.images import ImageGate, PromptImages, StoredImage, TowerBatch
+from chitu.instance.images import ImageGate, PromptImages, StoredImage
+from chitu.instance.tower_batch import TowerBatch
 from chitu.protocol import CancelRequest
 
 BLOCKS = 6
