@@ -17,6 +17,8 @@ A large image, or several at once, are encoded in turns (`TowerBatch`): each cos
 prompt, and is a part of a step that also has the chunks and decodes of others. Rows are placed when the tower begins,
 and read from the step on that has the last turn.
 
+Images that give way may be kept in host memory (`host_features.py`), and are then loaded, not asked for.
+
 Where there are E (`image_pulls.py`), they are asked before the source, and write features into rows that are lent to
 them.
 
@@ -54,9 +56,8 @@ from chitu.instance.host_features import HostFeatures
 from chitu.instance.image_load import ImageMeter
 from chitu.instance.image_pulls import LENT_SHARE, ImagePulls, PullNews
 from chitu.instance.image_source import ImageSource, NoImages
-from chitu.instance.tower_batch import TowerBatch
+from chitu.instance.tower_batch import AskedImage, TowerBatch
 from chitu.protocol import (
-    ANY_ENCODER,
     IMAGE_KEY_BYTES,
     MAX_REPORTED_KEYS,
     NO_IMAGE_LOAD,
@@ -305,27 +306,6 @@ def wrong_images(images: Sequence[ImagePart], num_tokens: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- the gate
-
-
-@dataclass(slots=True, eq=False)
-class AskedImage:
-    """An image that the source was asked for."""
-
-    num_rows: int
-    router: int
-    rooms: frozenset[bytes]
-    """Prompts that an error of it ends: later ones, and those of other routers, ask for it once more."""
-    since_s: float
-    patches: str = ""
-    """Empty until it is prepared."""
-    tried: tuple[int, ...] = ()
-    """Incarnations of the E that were asked for it."""
-    num_unread: int = 0
-    """Batches that encode it and whose last step is not read."""
-    encoder: int = ANY_ENCODER
-    """As in `RequestHead.encoders`."""
-    is_own: bool = False
-    """Whether this instance encodes it itself."""
 
 
 class ImageGate:

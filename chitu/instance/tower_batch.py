@@ -1,4 +1,4 @@
-"""The images that the vision tower computes together, and how many of its blocks a step has.
+"""The images that an instance is to encode, those that the tower computes together, and how many blocks a step has.
 
 A step computes the tower for as long as a full chunk of a prompt takes, about, so that nobody waits for a large image:
 by the numbers that are multiplied (`TowerCost`), which need no measuring, and are the same for all ranks. Step thread.
@@ -10,9 +10,31 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chitu.engine.executor import EncodeImage, TowerCost, TowerTurn
+from chitu.protocol import ANY_ENCODER
 
 if TYPE_CHECKING:
-    from chitu.instance.images import AskedImage, StoredImage
+    from chitu.instance.images import StoredImage
+
+
+@dataclass(slots=True, eq=False)
+class AskedImage:
+    """An image that the source was asked for."""
+
+    num_rows: int
+    router: int
+    rooms: frozenset[bytes]
+    """Prompts that an error of it ends: later ones, and those of other routers, ask for it once more."""
+    since_s: float
+    patches: str = ""
+    """Empty until it is prepared."""
+    tried: tuple[int, ...] = ()
+    """Incarnations of the E that were asked for it."""
+    num_unread: int = 0
+    """Batches that encode it and whose last step is not read."""
+    encoder: int = ANY_ENCODER
+    """As in `RequestHead.encoders`."""
+    is_own: bool = False
+    """Whether this instance encodes it itself."""
 
 
 @dataclass(slots=True)

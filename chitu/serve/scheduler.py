@@ -272,8 +272,8 @@ def _profiling(topology: Topology, rank: BuiltRank) -> Profiling:
 
 
 def _host_image_rows(topology: Topology, instance: Instance, rank: BuiltRank) -> int:
-    """Return how many rows of features are kept in host memory. Each rank has copies of all. Raises ConfigError if there
-    is no such memory."""
+    """Return how many rows of features are kept in host memory. Each rank has copies of all. Raises ConfigError if
+    there is no such memory."""
     asked_bytes, free_bytes = topology.cache.host_image_bytes, available_cpu_bytes()
     if asked_bytes > free_bytes:
         raise ConfigError(f"cache.host_image_bytes is {asked_bytes}, but {free_bytes} bytes of host memory are free")
