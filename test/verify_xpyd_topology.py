@@ -18,7 +18,6 @@ checks are in `chitu/tools/verify/`, and so is `chitu verify`, which checks more
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -36,7 +35,7 @@ try:
     from chitu.errors import ChituError
     from chitu.launch.router_client import RouterClient
     from chitu.tools.verify.probe import CheckedRequest, Impossible, Pair, Prober
-    from chitu.tools.verify.topology import MIN_ROUNDS, TopologyVerdict, judge
+    from chitu.tools.verify.topology import MIN_ROUNDS, TopologyVerdict, judge, pairs_among
 except ImportError as missing:  # not the project's Python
     own = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "python"
     if own.is_file() and os.path.abspath(sys.executable) != str(own):
@@ -80,8 +79,7 @@ def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> To
     if not roles["prefill"] and not roles["decode"]:
         names = ", ".join(i.name for i in roles["unified"])
         raise Impossible(f"this cluster has no pairs of P and D to check, only unified instances: {names or 'none'}")
-    up = {role: [i.name for i in found if i.status == "up"] for role, found in roles.items()}
-    wanted: set[Pair] = set(itertools.product(up["prefill"], up["decode"]))
+    wanted: set[Pair] = set(pairs_among([one for one in before.instances if one.status == "up"]))
     asked: list[CheckedRequest] = []
     if wanted and before.max_model_len is not None:
         with ThreadPoolExecutor(concurrency) as pool:

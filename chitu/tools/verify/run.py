@@ -41,7 +41,7 @@ from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tools.verify.parity import Judgement, compare, damage_of, differences, limit_of
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Pair, Prober, Score, Served
 from chitu.tools.verify.report import BEHIND_P, CACHED, FORCED, Judged, Report, Rounding, report_of, wrong_pages
-from chitu.tools.verify.topology import MIN_ROUNDS, fakes, judge, refused_pairs
+from chitu.tools.verify.topology import MIN_ROUNDS, fakes, judge, pairs_among, refused_pairs
 
 READY_TIMEOUT_S = 1800.0
 """Timeout of the engine's start: a large model is read from disk first."""
@@ -306,8 +306,7 @@ def _alone(snapshot: ClusterSnapshot) -> set[Pair]:
 def _ways(snapshot: ClusterSnapshot) -> set[Pair]:
     """Return the pairs that can serve requests now."""
     up = [instance for instance in snapshot.instances if instance.status == "up"]
-    prefills, decodes = ([i.name for i in up if i.role == role] for role in ("prefill", "decode"))
-    pairs: set[Pair] = set(itertools.product(prefills, decodes))
+    pairs: set[Pair] = set(pairs_among(up))
     return pairs | {(None, instance.name) for instance in up if instance.role == "unified"}
 
 

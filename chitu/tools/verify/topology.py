@@ -16,7 +16,7 @@ import msgspec
 from chitu.errors import Integrity
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.protocol import KVLayout, logprob_limit
-from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.tools.verify.parity import damage_of, pair_name
 from chitu.tools.verify.probe import CheckedRequest, Pair, Served
 
@@ -77,6 +77,14 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
     return expected_bytes(0 if is_row_alone else prefilled_tokens(served), layout)
 
 
+def pairs_among(instances: Sequence[InstanceSnapshot]) -> list[tuple[str, str]]:
+    """Return the pairs of P and D among instances that the router may choose: within one revision, if any is whole."""
+    prefills, decodes = ([one for one in instances if one.role == role] for role in ("prefill", "decode"))
+    pairs = list(itertools.product(prefills, decodes))
+    within = [(p, d) for p, d in pairs if p.revision == d.revision or not (p.revision and d.revision)]
+    return [(p.name, d.name) for p, d in within or pairs]
+
+
 def refused_pairs(failed: Sequence[CheckedRequest], after: ClusterSnapshot) -> list[Pair]:
     """Return the pairs of the attempts that failed requests made and whose D rejected P's data, from the router's
     own records of them."""
@@ -104,7 +112,7 @@ def judge(
     limit = logprob_limit(noise, dtype)
     pairs = [
         _pair_report(pair, [one for one in done if one.pair == pair], _usual(done), layouts, limit)
-        for pair in itertools.product(names["prefill"], names["decode"])
+        for pair in pairs_among(before.instances)
     ]
     counts = Counter({name: 0 for name in (*names["prefill"], *names["decode"])})
     for report in pairs:
