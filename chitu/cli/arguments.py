@@ -18,6 +18,7 @@ DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
+    "images": "time to first token of text beside images, with and without E",
     "lanes": "time between tokens beside prompts, one lane and two",
     "profile": "how fast an engine is, for chitu size",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
@@ -229,6 +230,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         command.add_argument(f"--{flag}", type=int)
     for flag in ("vocab-size", "max-position-embeddings", "shards"):
         command.add_argument(f"--{flag}", type=int)
+    for flag in ("tower-size", "tower-depth", "max-pixels"):
+        command.add_argument(f"--{flag}", type=int, help="of the part that sees (qwen3_vl)")
     command.add_argument("--dtype", help="float32, bfloat16 or float16")
     command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
     command.add_argument("--seed", type=int, default=0)

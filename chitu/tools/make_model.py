@@ -35,6 +35,7 @@ from chitu.errors import ConfigError
 from chitu.tools.make_vision import (
     TEXT_FAMILIES,
     VISION_FAMILIES,
+    check_tower,
     nested,
     special_tokens,
     tower_tensors,
@@ -196,6 +197,11 @@ class ModelShape:
     v_head_dim: int = 24
     shards: int = 1
     """Number of safetensors files; more than one have an index."""
+    tower_size: int = 64
+    """Width of the vision tower; this and the fields below are for families with vision."""
+    tower_depth: int = 3
+    max_pixels: int = 512 * 512
+    """Pixels of the largest image, 256 tokens; a larger one is made smaller."""
 
     @property
     def resolved_head_dim(self) -> int:
@@ -236,6 +242,8 @@ class ModelShape:
             raise ConfigError(f"rope_head_dim {self.rope_head_dim} is odd, or hidden_size no multiple of heads")
         if family in VISION_FAMILIES and self.resolved_head_dim < 8:
             raise ConfigError(f"head_dim {self.resolved_head_dim} is below 8: no part for each axis")
+        if family in VISION_FAMILIES:
+            check_tower(self)
         num_specials = len(special_tokens(family, SPECIAL_TOKENS))
         if self.vocab_size < 256 + num_specials:
             raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + num_specials}")
@@ -294,7 +302,7 @@ class _Tensors:
 
     def tower(self) -> Iterator[tuple[str, Array]]:
         """Yield the tensors of the vision tower."""
-        return tower_tensors(self._hidden, self._matrix, self._around)
+        return tower_tensors(self._shape, self._matrix, self._around)
 
     def _matrix(self, rows: int, columns: int, std: float) -> Array:
         values = self._rng.standard_normal((rows, columns), dtype=np.float32)
@@ -422,7 +430,7 @@ def write_settings(folder: Path, family: str, shape: ModelShape, tokenizer: Toke
     config, template = _config(TEXT_FAMILIES.get(family, family), shape, ids), CHAT_TEMPLATE
     if family in VISION_FAMILIES:
         config, template = vision_config(family, config, ids, shape), with_images(template)
-        write_processor(folder)
+        write_processor(folder, shape.max_pixels)
     _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chitu.errors import ConfigError
+
 if TYPE_CHECKING:
     from chitu.tools.make_model import ModelShape
 
@@ -35,12 +37,7 @@ TEMPORAL_PATCH_SIZE = 2
 MERGE_SIZE = 2
 MIN_PIXELS = 32 * 32
 """Pixels of one token; a smaller image is enlarged to it."""
-MAX_PIXELS = 512 * 512
-"""Pixels of 256 tokens; a larger image is made smaller."""
-TOWER_SIZE = 64
 TOWER_HEADS = 4
-TOWER_MLP = 128
-TOWER_DEPTH = 3
 DEEP_LAYERS = (0, 1)
 """Layers of the tower whose output is added behind the first layers of the text part."""
 GRID = 16
@@ -65,6 +62,18 @@ def with_images(chat_template: str) -> str:
 def nested(name: str) -> str:
     """Return the name, in a model with vision, of a text model's tensor."""
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def check_tower(shape: ModelShape) -> None:
+    """Raise ConfigError if no such tower can be made."""
+    if shape.tower_size < 4 * TOWER_HEADS or shape.tower_size % (4 * TOWER_HEADS):
+        raise ConfigError(
+            f"tower_size {shape.tower_size} is no multiple of {4 * TOWER_HEADS}: {TOWER_HEADS} heads rotate two axes"
+        )
+    if shape.tower_depth <= max(DEEP_LAYERS):
+        raise ConfigError(f"tower_depth {shape.tower_depth} is below {max(DEEP_LAYERS) + 1}")
+    if shape.max_pixels < MIN_PIXELS:
+        raise ConfigError(f"max_pixels {shape.max_pixels} is below the {MIN_PIXELS} of one token")
 
 
 def vision_config(family: str, text: dict[str, Any], ids: dict[str, int], shape: ModelShape) -> dict[str, Any]:
@@ -98,10 +107,10 @@ def vision_config(family: str, text: dict[str, Any], ids: dict[str, int], shape:
         "text_config": text,
         "vision_config": {
             "model_type": f"{family}_vision",
-            "depth": TOWER_DEPTH,
-            "hidden_size": TOWER_SIZE,
+            "depth": shape.tower_depth,
+            "hidden_size": shape.tower_size,
             "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": TOWER_MLP,
+            "intermediate_size": 2 * shape.tower_size,
             "num_heads": TOWER_HEADS,
             "in_channels": 3,
             "patch_size": PATCH_SIZE,
@@ -115,12 +124,12 @@ def vision_config(family: str, text: dict[str, Any], ids: dict[str, int], shape:
     }
 
 
-def write_processor(folder: Path) -> None:
-    """Write preprocessor_config.json, by which a file becomes patches."""
+def write_processor(folder: Path, max_pixels: int) -> None:
+    """Write preprocessor_config.json, by which a file becomes patches. `max_pixels`: a larger image is made smaller."""
     config = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
         "patch_size": PATCH_SIZE,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
         "merge_size": MERGE_SIZE,
@@ -131,41 +140,41 @@ def write_processor(folder: Path) -> None:
 
 
 def tower_tensors(
-    hidden_size: int, matrix: Callable[[int, int, float], Array], around: Callable[[float, int], Array]
+    shape: ModelShape, matrix: Callable[[int, int, float], Array], around: Callable[[float, int], Array]
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the tensors of the tower, drawn by `matrix` (rows, columns, std) and `around` (mean, size). `hidden_size`:
-    that of the text part."""
+    """Yield the tensors of the tower, drawn by `matrix` (rows, columns, std) and `around` (mean, size)."""
+    size, mlp_size = shape.tower_size, 2 * shape.tower_size
     patch = (3, TEMPORAL_PATCH_SIZE, PATCH_SIZE, PATCH_SIZE)
 
     def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> Iterable[tuple[str, Array]]:
         yield f"{name}.weight", matrix(rows, columns, gain / math.sqrt(columns))
         yield f"{name}.bias", around(0.0, rows)
 
-    def norm(name: str, size: int) -> Iterable[tuple[str, Array]]:
-        yield f"{name}.weight", around(1.0, size)
-        yield f"{name}.bias", around(0.0, size)
+    def norm(name: str, width: int) -> Iterable[tuple[str, Array]]:
+        yield f"{name}.weight", around(1.0, width)
+        yield f"{name}.bias", around(0.0, width)
 
     def merger(name: str, norm_size: int) -> Iterable[tuple[str, Array]]:
-        merged = TOWER_SIZE * MERGE_SIZE**2
+        merged = size * MERGE_SIZE**2
         yield from norm(f"{name}.norm", norm_size)
         yield from linear(f"{name}.linear_fc1", merged, merged)
-        yield from linear(f"{name}.linear_fc2", hidden_size, merged, 2.0)
+        yield from linear(f"{name}.linear_fc2", shape.hidden_size, merged, 2.0)
 
-    size = math.prod(patch)
-    yield "model.visual.patch_embed.proj.weight", matrix(TOWER_SIZE, size, 2 / math.sqrt(size)).reshape(-1, *patch)
-    yield "model.visual.patch_embed.proj.bias", around(0.0, TOWER_SIZE)
-    yield "model.visual.pos_embed.weight", matrix(GRID * GRID, TOWER_SIZE, 0.5)
-    for layer in range(TOWER_DEPTH):
+    inputs = math.prod(patch)
+    yield "model.visual.patch_embed.proj.weight", matrix(size, inputs, 2 / math.sqrt(inputs)).reshape(-1, *patch)
+    yield "model.visual.patch_embed.proj.bias", around(0.0, size)
+    yield "model.visual.pos_embed.weight", matrix(GRID * GRID, size, 0.5)
+    for layer in range(shape.tower_depth):
         block = f"model.visual.blocks.{layer}"
-        yield from norm(f"{block}.norm1", TOWER_SIZE)
-        yield from norm(f"{block}.norm2", TOWER_SIZE)
-        yield from linear(f"{block}.attn.qkv", 3 * TOWER_SIZE, TOWER_SIZE)
-        yield from linear(f"{block}.attn.proj", TOWER_SIZE, TOWER_SIZE, 2.0)
-        yield from linear(f"{block}.mlp.linear_fc1", TOWER_MLP, TOWER_SIZE)
-        yield from linear(f"{block}.mlp.linear_fc2", TOWER_SIZE, TOWER_MLP, 2.0)
-    yield from merger("model.visual.merger", TOWER_SIZE)
+        yield from norm(f"{block}.norm1", size)
+        yield from norm(f"{block}.norm2", size)
+        yield from linear(f"{block}.attn.qkv", 3 * size, size)
+        yield from linear(f"{block}.attn.proj", size, size, 2.0)
+        yield from linear(f"{block}.mlp.linear_fc1", mlp_size, size)
+        yield from linear(f"{block}.mlp.linear_fc2", size, mlp_size, 2.0)
+    yield from merger("model.visual.merger", size)
     for index in range(len(DEEP_LAYERS)):
-        yield from merger(f"model.visual.deepstack_merger_list.{index}", TOWER_SIZE * MERGE_SIZE**2)
+        yield from merger(f"model.visual.deepstack_merger_list.{index}", size * MERGE_SIZE**2)
 
 
 def special_tokens(family: str, text_tokens: Sequence[str]) -> tuple[str, ...]:
