@@ -61,7 +61,7 @@ def test_processes_of_a_tree_are_found_and_bound() -> None:
 
 
 def test_images_and_prompts_are_the_same_for_each_cluster_and_never_come_twice() -> None:
-    one, two = images.Requests(64, 3), images.Requests(64, 3)
+    one, two = images.MixedRequests(64, 3), images.MixedRequests(64, 3)
     sent = [json.dumps(make()) for make in (one.text, one.image, one.image, one.text)]
     assert sent == [json.dumps(make()) for make in (two.text, two.image, two.image, two.text)]
     assert len(set(sent)) == 4

@@ -58,13 +58,17 @@ SIDE = 512
 """Pixels of a side of an image: 256 tokens of the model that is made."""
 PROCESSES = "/proc/{}/task"
 LOCAL = "dp_config.router"
+COLUMNS = (
+    *("setup", "cores or devices", "text alone p50 ms", "p99", "text beside images p50 ms", "p99"),
+    *("image p50 ms", "p99", "tokens/s", "encoded"),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- the setups
 
 
 @dataclass(slots=True)
-class Times:
+class SetupTimes:
     """TTFT (s) of one kind of request."""
 
     alone: list[float] = field(default_factory=list)
@@ -73,12 +77,12 @@ class Times:
 
 
 @dataclass(slots=True)
-class Setup:
+class PlacedSetup:
     name: str
     places: dict[str, str]
     """Where instances compute: cores such as `0,1`, or a device, by name. `rest`: cores of all else."""
     has_e: bool = False
-    times: Times = field(default_factory=Times)
+    times: SetupTimes = field(default_factory=SetupTimes)
     rates: list[float] = field(default_factory=list)
     """Tokens of answers a second beside images, by round."""
 
@@ -103,24 +107,24 @@ def _count(place: str | None) -> int:
     return 1 if place is None else len(place.split(","))
 
 
-def setups_of(cores: Sequence[int], devices: Sequence[str]) -> list[Setup]:
+def setups_of(cores: Sequence[int], devices: Sequence[str]) -> list[PlacedSetup]:
     """Return the setups on these cores, of which the first is the cluster without E on one. ConfigError for fewer than
     two."""
     if devices:
         p, d, e = devices
-        return [Setup("1P1D", {"P0": p, "D0": d}), Setup("1E1P1D", {"P0": p, "D0": d, "E0": e}, has_e=True)]
+        return [PlacedSetup("1P1D", {"P0": p, "D0": d}), PlacedSetup("1E1P1D", {"P0": p, "D0": d, "E0": e}, has_e=True)]
     if len(cores) < 2:
         raise ConfigError("with one core there is nothing to see: P needs one, and E another one")
     p, e = str(cores[0]), str(cores[1])
     rest = ",".join(map(str, cores[2:])) or e
     return [
-        Setup("1P1D", {"P0": p, "rest": rest}),
-        Setup("1P1D, P on two cores", {"P0": f"{p},{e}", "rest": rest}),
-        Setup("1E1P1D", {"P0": p, "E0": e, "rest": rest}, has_e=True),
+        PlacedSetup("1P1D", {"P0": p, "rest": rest}),
+        PlacedSetup("1P1D, P on two cores", {"P0": f"{p},{e}", "rest": rest}),
+        PlacedSetup("1E1P1D", {"P0": p, "E0": e, "rest": rest}, has_e=True),
     ]
 
 
-def bind(cluster: LocalCluster, setup: Setup) -> None:
+def bind(cluster: LocalCluster, setup: PlacedSetup) -> None:
     """Give each process of a cluster its cores. The processes that make patches have those of the rest."""
     if "rest" not in setup.places:
         return
@@ -152,12 +156,12 @@ def _bind(pid: int, cores: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the requests
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     ttft_s: float
     num_tokens: int
 
 
-def asked(url: str, path: str, **fields: Any) -> Answer:
+def asked(url: str, path: str, **fields: Any) -> TimedAnswer:
     """Send a request and read its stream. RuntimeError unless all its tokens come."""
     options = {"max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body = json.dumps({"model": "m", "stream": True, **options, **fields}).encode()
@@ -175,10 +179,10 @@ def asked(url: str, path: str, **fields: Any) -> Answer:
                 num_tokens += count
     if num_tokens != ANSWER_TOKENS:
         raise RuntimeError(f"{num_tokens} tokens: {event[-500:]!r}")
-    return Answer(first_s, num_tokens)
+    return TimedAnswer(first_s, num_tokens)
 
 
-class Requests:
+class MixedRequests:
     """What is sent: no prompt and no image comes twice to a cluster, and all clusters get the same ones."""
 
     def __init__(self, side: int, seed: int) -> None:
@@ -203,7 +207,7 @@ class Requests:
 def send_all(url: str, due: Sequence[tuple[float, dict[str, Any], list[float]]]) -> float:
     """Send requests when they are due (seconds from now), whatever became of others. Each adds its TTFT to its list.
     Return the tokens a second, from the first request to the end of the last. Raise what one of them raised."""
-    began_s, failed, answers = time.perf_counter(), list[Exception](), list[Answer]()
+    began_s, failed, answers = time.perf_counter(), list[Exception](), list[TimedAnswer]()
 
     def send(fields: dict[str, Any], times: list[float]) -> None:
         try:
@@ -232,7 +236,7 @@ def every(interval_s: float, until_s: float, make: Callable[[], dict[str, Any]],
 # ----------------------------------------------------------------------------------------------------------- the bench
 
 
-class Load(NamedTuple):
+class MixedLoad(NamedTuple):
     turn_s: float
     text_s: float
     """Interval of requests with text."""
@@ -241,14 +245,14 @@ class Load(NamedTuple):
     side: int
 
 
-def image_takes_s(url: str, requests: Requests) -> float:
+def image_takes_s(url: str, requests: MixedRequests) -> float:
     """Return the time to the first token of a prompt with an image, when nothing else runs."""
     return statistics.median([asked(url, **requests.image()).ttft_s for _ in range(FIRST_IMAGES + 1)][1:])
 
 
-def measure(setup: Setup, url: str, load: Load, seed: int) -> None:
+def measure(setup: PlacedSetup, url: str, load: MixedLoad, seed: int) -> None:
     """Have a cluster serve one turn."""
-    requests, times = Requests(load.side, seed), setup.times
+    requests, times = MixedRequests(load.side, seed), setup.times
     send_all(url, list(every(load.text_s, ALONE * load.turn_s, requests.text, times.alone)))
     rest_s = (1 - ALONE) * load.turn_s
     text = every(load.text_s, rest_s, requests.text, times.text)
@@ -261,19 +265,13 @@ def encoded(url: str) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(found.items()) if count)
 
 
-def row_of(setup: Setup, images: str) -> list[object]:
+def row_of(setup: PlacedSetup, images: str) -> list[object]:
     times = setup.times
     figures = [1e3 * float(np.percentile(each, q)) for each in (times.alone, times.text, times.image) for q in (50, 99)]
     return [setup.name, setup.place, *figures, statistics.mean(setup.rates), images]
 
 
-COLUMNS = (
-    *("setup", "cores or devices", "text alone p50 ms", "p99", "text beside images p50 ms", "p99"),
-    *("image p50 ms", "p99", "tokens/s", "encoded"),
-)
-
-
-def plot(setups: Sequence[Setup], path: Path) -> None:
+def plot(setups: Sequence[PlacedSetup], path: Path) -> None:
     """Draw for each setup which share of the text requests had their first token within which time."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
@@ -340,8 +338,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             bind(cluster, setup)
         if "rest" in setups[0].places:
             _bind(os.getpid(), setups[0].places["rest"])
-        took_s = [image_takes_s(each.url, Requests(arguments.side, -1)) for each in started]
-        load = Load(arguments.seconds, 1 / arguments.text_rate, took_s[0] / arguments.share, arguments.side)
+        took_s = [image_takes_s(each.url, MixedRequests(arguments.side, -1)) for each in started]
+        load = MixedLoad(arguments.seconds, 1 / arguments.text_rate, took_s[0] / arguments.share, arguments.side)
         print(f"an image takes {', '.join(f'{s:.2f}' for s in took_s)} s; one comes every {load.image_s:.2f} s")
         turns = list(zip(setups, started, strict=True))
         for number in range(arguments.rounds):
