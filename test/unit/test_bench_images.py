@@ -78,3 +78,12 @@ def test_a_tower_has_the_size_that_it_is_given(tmp_path: Path) -> None:
 def test_a_tower_that_cannot_be_is_refused_by_name(tmp_path: Path, sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(sizes))):
         make_model(tmp_path / "model", "qwen3_vl", **sizes)
+
+
+def test_each_figure_has_a_column_of_its_own() -> None:
+    (one, *_) = images.setups_of((0, 1), ())
+    one.times.alone, one.times.text, one.times.image = [0.01], [0.02, 0.04], [0.5]
+    one.rates = [3.0]
+    row = dict(zip(images.COLUMNS, images.row_of(one, "P0 1"), strict=True))
+    assert len(row) == len(images.COLUMNS)
+    assert (row["alone p99"], row["beside images p50"], row["image p99"]) == (10, pytest.approx(30), 500)
