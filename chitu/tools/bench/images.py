@@ -43,6 +43,7 @@ from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_client import RouterClient
 from chitu.net.client import Server, events_of
+from chitu.process.supervisor import POLL_S
 from chitu.tools.bench.model_argument import MODEL_HELP, model_folder
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.tools.make_model import make_model
@@ -333,14 +334,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             stack.enter_context(LocalCluster(load_topology("pd_disagg_1p1d_local", [*common, *setup.settings()])))
             for setup in setups
         ]
+        end_s = time.monotonic() + TIMEOUT_S
+        while not all([each.ready() for each in started]) and time.monotonic() < end_s:  # all start at once
+            time.sleep(POLL_S)
         for cluster, setup in zip(started, setups, strict=True):
-            cluster.wait_ready(TIMEOUT_S)
+            cluster.wait_ready(0)
             bind(cluster, setup)
         if "rest" in setups[0].places:
             _bind(os.getpid(), setups[0].places["rest"])
         took_s = [image_takes_s(each.url, MixedRequests(arguments.side, -1)) for each in started]
         load = MixedLoad(arguments.seconds, 1 / arguments.text_rate, took_s[0] / arguments.share, arguments.side)
-        print(f"an image takes {', '.join(f'{s:.2f}' for s in took_s)} s; one comes every {load.image_s:.2f} s")
+        print(
+            f"an image takes {', '.join(f'{s:.2f}' for s in took_s)} s; one comes every {load.image_s:.2f} s",
+            flush=True,
+        )
         turns = list(zip(setups, started, strict=True))
         for number in range(arguments.rounds):
             for setup, cluster in turns if number % 2 == 0 else turns[::-1]:
