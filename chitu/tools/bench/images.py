@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         while not all([each.ready() for each in started]) and time.monotonic() < end_s:  # all start at once
             time.sleep(POLL_S)
         for cluster, setup in zip(started, setups, strict=True):
-            cluster.wait_ready(0)
+            cluster.wait_ready(10)
             bind(cluster, setup)
         if "rest" in setups[0].places:
             _bind(os.getpid(), setups[0].places["rest"])
