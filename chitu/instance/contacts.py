@@ -116,6 +116,9 @@ class RouterContact:
         self.next_join_s = 0.0
         self.is_heard = False
         """Whether a view has come in the version of the wire in which it is asked for them, `feed.protocol`."""
+        self.heard_incarnation = 0
+        self.newest_heard = 0
+        """Newest version in which this incarnation of it has sent views."""
         self.asked_s: float | None = None
         """Since when it is asked so; None: since a moment ago."""
 
@@ -290,8 +293,8 @@ class Contacts:
         """Handle that the router has shown the view in its feed to be its newest."""
         router = self.routers[index]
         router.num_views += 1
-        if not router.is_heard:
-            router.is_heard, router.next_join_s = True, 0.0
+        if not router.is_heard or router.feed.view.router_incarnation != router.heard_incarnation:
+            self._note_heard(router)
         view, was_silent, router.is_silent = router.feed.view, router.is_silent, False
         if (view.router_incarnation, view.version) == (router.incarnation, router.version) and not was_silent:
             return
@@ -312,12 +315,24 @@ class Contacts:
             if router.incarnation:
                 logger.warning("a new router took over")
                 self._owner.on_new_router(router.index)
-                if router.protocol < PROTOCOL_VERSION:  # this one may run a newer release
-                    self._ask_views(router, PROTOCOL_VERSION)
             router.incarnation = view.router_incarnation
         router.version = view.version
         self.transfer.on_view(view, router.index)
         self._owner.on_view(view, router.index)
+
+    def _note_heard(self, router: RouterContact) -> None:
+        """Note that a router has answered in the version in which it was asked. A new one may have begun to answer only
+        now: the newest version is tried again then. So is one in which it has answered before."""
+        is_new = router.feed.view.router_incarnation != router.heard_incarnation
+        router.heard_incarnation = router.feed.view.router_incarnation
+        if is_new:
+            router.newest_heard = 0
+        newest = PROTOCOL_VERSION if is_new else router.newest_heard
+        router.newest_heard = max(router.newest_heard, router.protocol)
+        if router.protocol < newest:
+            self._ask_views(router, newest)
+        else:
+            router.is_heard, router.next_join_s = True, 0.0
 
     def _take_order(self, router: RouterContact, own: InstanceInfo) -> None:
         """Drain, or stay after all, as the record of this instance in a new view says."""

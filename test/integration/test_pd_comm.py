@@ -208,6 +208,17 @@ def test_it_speaks_the_version_of_an_older_router_and_that_of_the_newer_one_that
     assert (newer.protocol, newer.release) == (PROTOCOL_VERSION, __version__)
 
 
+def test_it_does_not_stay_with_the_older_version_in_which_a_router_was_heard_first(router: Router) -> None:
+    for _ in range(400):
+        for version in (OLDEST_VERSION, PROTOCOL_VERSION):
+            if version == OLDEST_VERSION or router.loop.contacts.routers[0].feed.view.version >= 0:
+                router.view.send_multipart([view_topic(version), encode_for(version, ClusterView(1, 0, ()))])
+        if router.coordination.poll(20):
+            break
+    join = coordination_codec.decode(router.coordination.recv_multipart()[1])
+    assert isinstance(join, Join) and join.protocol_version == PROTOCOL_VERSION
+
+
 def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(router: Router) -> None:
     topic = router.asked_topic()
     others = topic[:-1] + bytes([topic[-1] ^ 1])

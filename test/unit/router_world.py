@@ -19,6 +19,7 @@ from chitu.config.schema import (
 )
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
+    PROTOCOL_VERSION,
     CancelRequest,
     ClusterView,
     Finish,
@@ -100,7 +101,19 @@ class World:
         self.router = PDRequestRouter(outbox, self.clock, config, trace)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
-            InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)
+            InstanceInfo(
+                role,
+                rank,
+                1 + place,
+                "127.0.0.1",
+                1,
+                2,
+                LAYOUT,
+                512,
+                num_slots=4,
+                num_pages=20,
+                protocol=PROTOCOL_VERSION,
+            )
             for place, (role, rank) in enumerate(zip(roles, ranks, strict=True))
         ]
         self._gone: list[InstanceInfo] = []

@@ -23,7 +23,6 @@ from chitu.protocol import (
     ANY_ENCODER,
     MAX_REPORTED_KEYS,
     NO_ENCODER,
-    PROTOCOL_VERSION,
     REPORTED_KEY_BYTES,
     ClusterView,
     ImageLoad,
@@ -192,7 +191,6 @@ def test_text_names_nobody_and_sends_what_it_did() -> None:
 
 def test_both_halves_name_the_e_and_a_retry_chooses_again() -> None:
     world = World(Role.PREFILL, Role.DECODE, Role.DECODE)
-    world.instances[:] = [msgspec.structs.replace(each, protocol=PROTOCOL_VERSION) for each in world.instances]
     world.instances[0] = msgspec.structs.replace(world.instances[0], image_port=7)
     world.instances.append(e := encoder(4))
     world.router.on_joined(e)

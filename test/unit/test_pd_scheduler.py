@@ -565,7 +565,7 @@ def check(load: LoadReport) -> None:
     assert 0 <= load.unannounced <= load.waiting
     assert 0 <= load.landed <= load.transferring
     assert 0 <= load.aux_free <= load.aux_total
-    numbers = set(load.__struct_fields__) - {"suspended", "paths", "rates", "drafts"}
+    numbers = set(load.__struct_fields__) - {"suspended", "paths", "rates", "drafts", "image_load"}
     assert min(getattr(load, name) for name in numbers) >= 0
 
 
