@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,9 +38,14 @@ from chitu.process.child import describe_exit
 from chitu.process.descendants import MARK, die_with_parent
 
 LOAD_CPU_S, TASK_CPU_S = 120.0, 30.0
-"""CPU time (s) for loading the processor, and for a task; a 4K image takes 2."""
+"""CPU time (s) for loading the processor, and for a task; a 4K image takes 2. A slow machine gives a task more
+(`task_cpu_s`)."""
+USUAL_LOAD_S, MOST_SLOWER = 1.0, 10.0
+"""CPU time (s) that loading the processor usually takes. A machine counts as so many times slower at most."""
 HUNG_S = 120.0
-"""A process that does not answer for this long is stopped or waits forever, and is killed."""
+"""A process that does not compute for this long is stopped or waits forever, and is killed."""
+SIGN_CPU_S = 0.1
+"""CPU time (s) that shows that the process computes."""
 SPARE_BYTES = 1 << 30
 BYTES_PER_PIXEL = 64
 """Memory of a task beyond `SPARE_BYTES`, by the pixels of the largest image: they as bytes and floats, and patches."""
@@ -83,6 +89,22 @@ _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 def memory_for(limits: ImagesConfig) -> int:
     """Return the memory (bytes) that the largest allowed image may take."""
     return SPARE_BYTES + BYTES_PER_PIXEL * limits.max_pixels
+
+
+def task_cpu_s(usual_s: float, load_s: float) -> float:
+    """Return the CPU time (s) of a task on a machine that took `load_s` of it to load the processor: `usual_s`, or more
+    if the machine is slower than usual."""
+    return usual_s * min(MOST_SLOWER, max(1.0, load_s / USUAL_LOAD_S))
+
+
+def _cpu_s_of(pid: int) -> float:
+    """Return the CPU time (s) that a process has used; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            ticks = sum([int(field) for field in file.read().rpartition(")")[2].split()[11:13]])
+    except OSError:
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 # ------------------------------------------------------------------------------------------------------- in the process
@@ -233,6 +255,7 @@ def _serve(connection: socket.socket) -> None:
         while connection.recv(MAX_MESSAGE_BYTES):  # an end with unread tasks would take the answer back
             pass
         return
+    limit_s = task_cpu_s(setup.task_cpu_s, time.process_time())
     _bound_memory(setup.memory_bytes)
     connection.send(_encode(ChildAnswer()))
     while True:
@@ -240,7 +263,7 @@ def _serve(connection: socket.socket) -> None:
         message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
         if not message:
             return
-        signal.setitimer(signal.ITIMER_PROF, setup.task_cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         answer = _encode(_answer(processor, _task_decoder.decode(message), files))
         for file in files:
             os.close(file)
@@ -297,7 +320,12 @@ class ImageChild:
             theirs.close()
         self.socket = mine
         """Readable when an answer is there, or the process has ended."""
-        self._asked_s = clock.monotonic()
+        self.num_signs = 0
+        """How often it was seen to compute."""
+        self._cpu_s = 0.0
+        """CPU time that it had used then."""
+        self._heard_s = clock.monotonic()
+        """When it was asked, or seen to compute."""
         self._send(_encode(setup), ())
 
     @property
@@ -310,7 +338,7 @@ class ImageChild:
 
     def ask(self, task: ChildTask, files: Sequence[int] = ()) -> None:
         """Hand it a task; at once, as it has no other. ChildEnded if it has ended."""
-        self._asked_s = self._clock.monotonic()
+        self._heard_s = self._clock.monotonic()
         self._send(_encode(task), files)
 
     def _send(self, message: bytes, files: Sequence[int]) -> None:
@@ -324,10 +352,11 @@ class ImageChild:
 
     def answer(self, timeout_s: float) -> ChildAnswer | None:
         """Return the answer, None if there is none within `timeout_s`. ChildEnded if none will come: it has ended, says
-        what it cannot, or is silent for `HUNG_S` and was killed."""
+        what it cannot, or has computed nothing for `HUNG_S` and was killed."""
         ready, _, _ = select.select([self.socket], [], [], timeout_s)
         if not ready:
-            if self._clock.monotonic() - self._asked_s > HUNG_S:
+            self._look()
+            if self._clock.monotonic() - self._heard_s > HUNG_S:
                 raise ChildEnded(self.kill())
             return None
         try:
@@ -335,8 +364,15 @@ class ImageChild:
         except (OSError, msgspec.MsgspecError):  # an end is an empty message
             raise ChildEnded(self.kill()) from None
 
+    def _look(self) -> None:
+        """Note whether it computes. How much it may is bounded where it runs."""
+        cpu_s = _cpu_s_of(self.pid)
+        if cpu_s >= self._cpu_s + SIGN_CPU_S:
+            self._cpu_s, self._heard_s = cpu_s, self._clock.monotonic()
+            self.num_signs += 1
+
     def wait(self) -> ChildAnswer:
-        """Return the answer, however long it takes within `HUNG_S`. ChildEnded as `answer`."""
+        """Return the answer, however long it computes. ChildEnded as `answer`."""
         while (answer := self.answer(1.0)) is None:
             pass
         return answer

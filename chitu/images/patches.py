@@ -69,6 +69,11 @@ class PatchesProcess:
         """Pid of the process, if it has one."""
         return None if self._child is None else self._child.pid
 
+    @property
+    def num_signs(self) -> int:
+        """How often the process was seen to compute, as of the last `take`. It begins anew with each process."""
+        return 0 if self._child is None else self._child.num_signs
+
     def fileno(self) -> int | None:
         """Return the descriptor that is readable once `take` has something, while it is busy."""
         return None if self._child is None else self._child.socket.fileno()

@@ -108,6 +108,8 @@ class EncodeScheduler:
         """By room, in the order of their arrival."""
         self._patches: dict[bytes, str] = {}
         """Images that the source was asked for, by key: where their patches are, empty until they are there."""
+        self._num_signs = 0
+        """`ImageSource.num_signs`, as of the last look."""
         self._is_draining = self._must_flush = False
         self._num_steps = self._num_rows = self._num_images = self._num_hits = 0
         self._meter = ImageMeter(clock)
@@ -148,8 +150,7 @@ class EncodeScheduler:
         if self._must_flush:
             self._must_flush = False
             self._store.drop_all()
-        while self._inbox:
-            self._take_order(*self._inbox.popleft())
+        self._take_orders()
         for event in self._sender.poll():
             self._on_event(event)
         self._take_prepared()
@@ -171,8 +172,9 @@ class EncodeScheduler:
             self._store.drop_all()
 
     def note_block(self) -> None:
-        """Note that the tower computes: a sign of life."""
+        """Note that the tower computes: a sign of life, also of the orders that come meanwhile."""
         self.turns += 1
+        self._take_orders()
         self._sender.feed.note_advance()
 
     def close(self) -> None:
@@ -181,6 +183,10 @@ class EncodeScheduler:
             self._drop(key)
 
     # ---------------------------------------------------------------------------------------------------------- orders
+
+    def _take_orders(self) -> None:
+        while self._inbox:
+            self._take_order(*self._inbox.popleft())
 
     def _take_order(self, room: bytes, order: EncodeOrder) -> None:
         if room in self._orders:
@@ -216,6 +222,9 @@ class EncodeScheduler:
     # ---------------------------------------------------------------------------------------------------------- images
 
     def _take_prepared(self) -> None:
+        if (signs := self._source.num_signs) != self._num_signs:
+            self._num_signs = signs
+            self._sender.feed.note_advance()
         for prepared in self._source.take():
             key = prepared.key
             if key not in self._patches:

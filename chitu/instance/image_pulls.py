@@ -2,9 +2,10 @@
 
 An image goes to the E that its router chose, which knows what all E have to do and which images they have. Without a
 choice it goes to the E that a hash of its key prefers, so that E have different images in their caches, and an image
-that comes again is found where it was encoded; to the next one if that has much to do. Several images of a prompt so
-go to several E. An attempt has a share of `bootstrap_s`. What then has not come, and what an E refuses, is asked of
-another E once; then P encodes the image itself, as it does without E. A prompt without images knows nothing of this.
+that comes again is found where it was encoded; to the next one if that has much to do. Several images of a prompt so go
+to several E. An attempt ends when its E is silent for a share of `bootstrap_s`: an E that computes has time. What has
+not come, and what an E refuses, is asked of another E once; then P encodes the image itself, as it does without E. A
+prompt without images knows nothing of this.
 
 Only E with the weights of this instance are asked, as the newest view has them. What comes names the image and bears
 the mark of the weights that it was made with, so features of others are never used, whatever an E says of itself.
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 2
 """E that are asked for an image, one after the other."""
 ATTEMPT_SHARE = 0.5
-"""Share of `deadlines.bootstrap_s`, or of `transfer_s` if that is shorter, that one attempt has."""
+"""Share of `deadlines.bootstrap_s`, or of `transfer_s` if that is shorter, that the E of an attempt may be silent."""
 BATCHES_AHEAD = 4
 """An E that has as many steps of rows to do for this instance is passed over while another one has less."""
 LENT_SHARE = 2
@@ -66,6 +67,8 @@ class FeatureReceiver(Protocol):
 
     def poll(self) -> list[TransferEvent]: ...
 
+    def num_advances(self, room: bytes) -> int: ...
+
     def abort(self, room: bytes, error: ChituError) -> None: ...
 
 
@@ -81,6 +84,8 @@ class ServedWeights(Protocol):
 class PullNews(Enum):
     FILLED = auto()
     """The features are in the rows, as E computed them. The rows are lent no more."""
+    ADVANCED = auto()
+    """E is not done, and it computes."""
     FAILED = auto()
     """They will not come. The rows may still be written."""
     RELEASED = auto()
@@ -99,7 +104,9 @@ class ImagePull:
     image: StoredImage
     encoder: InstanceInfo
     aux_slot: int
-    begun_s: float
+    heard_s: float
+    """When it began, or E advanced last."""
+    num_advances: int = 0
     has_failed: bool = False
 
 
@@ -196,16 +203,21 @@ class ImagePulls:
         self._receiver.order(room, encoder, order)
 
     def take(self) -> list[PullEvent]:
-        """Return what has become of the attempts, and give up those that take too long."""
+        """Return what has become of the attempts, and give up those whose E are silent."""
         found, self._pending = self._pending, []
         for event in self._receiver.poll():
             pull = self._pulls.get(event.room)
             if pull is not None:
                 found += self._on_event(event, pull)
-        late_s = self._clock.monotonic() - self._attempt_s
+        now_s = self._clock.monotonic()
         for room, pull in self._pulls.items():
-            if not pull.has_failed and pull.begun_s <= late_s:
-                text = f"{pull.encoder.name} has not encoded an image in {self._attempt_s:g} s"
+            if pull.has_failed:
+                continue
+            if (advances := self._receiver.num_advances(room)) > pull.num_advances:
+                pull.heard_s, pull.num_advances = now_s, advances
+                found.append(PullEvent(PullNews.ADVANCED, pull.image))
+            elif pull.heard_s <= now_s - self._attempt_s:
+                text = f"{pull.encoder.name} has not advanced with an image for {self._attempt_s:g} s"
                 found += self._give_up(room, pull, TransferStalled(text))
         return found
 

@@ -28,6 +28,12 @@ class ImageSource(Protocol):
         prepared, or is prepared and not dropped."""
         ...
 
+    @property
+    def num_signs(self) -> int:
+        """Signs since the start that images are worked on: a part of a file came, the process that makes patches
+        computed. The owner is woken by each."""
+        ...
+
     def take(self) -> list[PreparedImage]:
         """Return what has become ready, or has failed, since the last call. The owner is woken when there is
         something."""
@@ -41,6 +47,8 @@ class ImageSource(Protocol):
 class NoImages:
     """The source of an instance that prepares no images. A prompt with one comes only if the router's folder of the
     model tells more of images than this one's: it ends with an error, as that of another processor."""
+
+    num_signs = 0
 
     def __init__(self) -> None:
         self._asked: dict[bytes, None] = {}

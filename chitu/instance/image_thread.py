@@ -120,6 +120,10 @@ class ImageThread:
         self._orders: deque[_Order] = deque()
         self._ready: deque[tuple[int, PreparedImage]] = deque()
         self._images: dict[int, _Image] = {}
+        self.num_signs = 0
+        """As of `ImageSource`. Any thread may read it."""
+        self._patches_signs = 0
+        """`PatchesProcess.num_signs`, as of the last look."""
         self._making = 0
         """Number of the image that the process has; 0: none. It may be dropped meanwhile."""
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -296,6 +300,7 @@ class ImageThread:
             self._finish(number, _other_processor())
         else:
             image.state = _State.FETCHED
+            self._give_sign()
 
     def _take_part(self, image: _Image, file: ImageFile) -> bool:
         """Take a part, and have the next one asked for at once. Return whether it was the last one. One that came
@@ -303,6 +308,7 @@ class ImageThread:
         if file.start != len(image.data) or not file.data:
             return False
         image.data += file.data
+        self._give_sign()
         image.due_s, image.wait_s = 0.0, self._retry_s
         return len(image.data) >= file.num_bytes
 
@@ -324,6 +330,9 @@ class ImageThread:
 
     def _take_patches(self) -> None:
         found = self._patches.take()
+        if (signs := self._patches.num_signs) != self._patches_signs:
+            self._patches_signs = signs
+            self._give_sign()
         if found is None:
             return
         number, self._making = self._making, 0
@@ -341,6 +350,11 @@ class ImageThread:
         key = self._images[number].key
         self._remove(number)
         self._tell(number, PreparedImage(key, error=error))
+
+    def _give_sign(self) -> None:
+        """Show the step thread that an image is worked on."""
+        self.num_signs += 1
+        self._wake()
 
     def _tell(self, number: int, prepared: PreparedImage) -> None:
         self._ready.append((number, prepared))

@@ -340,14 +340,16 @@ class ImageGate:
         self._must_drop = False
         """Whether the executor has a batch that was given up."""
         self._news_s = 0.0
-        """When the source had something last."""
+        """When the source or an E had something last, or was seen to work."""
+        self._num_signs = 0
+        """`ImageSource.num_signs`, as of the last look."""
         self.num_encoded = 0
         """Images encoded since the start."""
         self._meter = ImageMeter(self._clock)
         self.load: ImageLoad = NO_IMAGE_LOAD
         """What there is to encode here, as of the last change."""
         self.num_advances = 0
-        """Images prepared and images encoded since the start: signs that prompts advance which wait for them."""
+        """Signs since the start that prompts advance which wait for images: these are prepared, encoded, worked on."""
 
     @property
     def is_lending(self) -> bool:
@@ -433,6 +435,9 @@ class ImageGate:
         now_s, failed = self._clock.monotonic(), list[tuple["Request", ChituError]]()
         if self.pulls is not None:
             self._take_pulled(self.pulls, now_s)
+        if (signs := self._source.num_signs) != self._num_signs:
+            self._num_signs = signs
+            self._note_news(now_s)
         for image in self._source.take():
             self._news_s = now_s
             asked = self.asked.get(image.key)
@@ -450,6 +455,11 @@ class ImageGate:
                 failed += self._give_up(key, TransferStalled(f"{text} (deadlines.transfer_s)"))
         return failed
 
+    def _note_news(self, now_s: float) -> None:
+        """Note that what prompts wait for is worked on."""
+        self._news_s = now_s
+        self.num_advances += 1
+
     def _take_pulled(self, pulls: ImagePulls, now_s: float) -> None:
         """Take what E have written, and what they will not write."""
         for kind, image in pulls.take():
@@ -457,9 +467,10 @@ class ImageGate:
                 self.store.keep(image)
                 if self.asked.pop(image.key, None) is not None:
                     self._source.drop(image.key)
-                self.num_advances += 1
-                self._news_s = now_s
+                self._note_news(now_s)
                 self._note_load()
+            elif kind is PullNews.ADVANCED:
+                self._note_news(now_s)
             elif kind is PullNews.RELEASED:
                 self.store.unpin(image)
             elif (asked := self.asked.get(image.key)) is not None:

@@ -263,8 +263,12 @@ class KVManagerConfig:
 
     @property
     def progress_interval_s(self) -> float:
-        """Shortest time between two reports of P that a room advances: ten within the silence that D bears."""
-        return self.deadlines.transfer_s / 10
+        """Shortest time between two reports of P that a room advances: ten within the silence that D bears. Of an E:
+        five within that which P bears (`instance/image_pulls.py`)."""
+        silence_s = self.deadlines.transfer_s
+        if self.writer is Role.ENCODE:
+            silence_s = min(silence_s, self.deadlines.bootstrap_s)
+        return silence_s / 10
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)

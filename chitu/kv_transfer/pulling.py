@@ -111,6 +111,12 @@ class EncodeReceiver(DecodeReceiver):
             self._orders[room] = encoder, frame
         self._send_frame(encoder.host, encoder.control_port, room, frame)
 
+    def num_advances(self, room: bytes) -> int:
+        """Return how often a room has advanced on its E, by E's word; 0 for one that is over. Step thread."""
+        with self._lock:
+            entry = self.machine.table.get(room)
+            return entry.data.num_advances if entry is not None else 0
+
     def poll(self) -> list[TransferEvent]:
         events = super().poll()
         with self._lock:

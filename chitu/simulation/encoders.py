@@ -168,6 +168,10 @@ class EncodedFeatures:
         events, self._events = self._events, []
         return events
 
+    def num_advances(self, room: bytes) -> int:
+        """Return the seconds since the start: no E is silent."""
+        return int(self.world.clock.now_s) if room in self._slots else 0
+
     def abort(self, room: bytes, error: ChituError) -> None:
         if self._slots.pop(room, None) is not None:
             self._events.append(TransferEvent(TransferEventKind.RELEASED, room))
@@ -175,6 +179,8 @@ class EncodedFeatures:
 
 class PreparedAtOnce:
     """Images for an instance that encodes itself: preparing them is in the time of its rows (`ImageSource`)."""
+
+    num_signs = 0
 
     def __init__(self, wake: Callable[[], object]) -> None:
         """`wake` wakes the step thread."""

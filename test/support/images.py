@@ -235,6 +235,8 @@ class PumpedSource:
         self.prepared: set[bytes] = set()
         """Those of them that are prepared."""
         self._ready: list[PreparedImage] = []
+        self.num_signs = 0
+        """As of `ImageSource`: a test that has it work counts them."""
 
     def ask(self, key: bytes, router: int) -> None:
         if key not in self.open:

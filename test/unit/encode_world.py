@@ -61,11 +61,16 @@ class ToyTower:
         self._pool = pool
         self.encoded: list[bytes] = []
         self.bad: set[bytes] = set()
+        self.num_blocks = 0
+        self.on_block: Callable[[], None] = lambda: None
+        """Called after each of so many blocks of an image: the time that it takes."""
 
     def encode(self, images: Sequence[EncodeImage]) -> None:
         for image in images:
             if bytes.fromhex(image.patches) in self.bad:
                 raise ValueError("no such patches")
+        for _ in range(self.num_blocks * len(images)):
+            self.on_block()
         for image in images:
             key, rows = bytes.fromhex(image.patches), unpack_i32(image.rows)
             region_of(self._pool)[rows] = [feature(key, row, self.weights) for row in range(len(rows))]
@@ -109,6 +114,8 @@ class ToyEncoder:
         )
         self.sender.on_order = self.scheduler.put_order
         self.is_deaf = self.is_slow = self.is_dead = False
+        self.is_busy = False
+        """Whether its step thread is in a step, while other threads go on."""
 
     @property
     def info(self) -> InstanceInfo:
@@ -135,11 +142,17 @@ class ToyEncoder:
         if self.is_dead:
             return
         self.sender.tick(now_s)
-        if not self.is_slow:
-            self.source.prepare()
-        self.scheduler.step()
+        if not self.is_busy:
+            self._step()
         while self.sender.queue.run_one():
             pass
+
+    def _step(self) -> None:
+        if not self.is_slow:
+            self.source.prepare()
+        self.is_busy = True
+        self.scheduler.step()
+        self.is_busy = False
 
 
 class FeatureRank:
