@@ -17,7 +17,7 @@ from support.image_models import write_image_model
 from chitu.config.cluster_key import ENVIRONMENT_KEY
 from chitu.config.schema import ImagesConfig
 from chitu.errors import ChituError, Internal, InvalidRequest
-from chitu.images.child import ChildSetup
+from chitu.images.child import ChildSetup, ImageChild
 from chitu.images.forms import ImageModel, image_model_of
 from chitu.images.patches import PatchesProcess, PatchFile
 
@@ -79,6 +79,19 @@ def test_a_child_that_stops_is_killed(process: PatchesProcess, monkeypatch: pyte
     assert works(process) and process.pid is not None
     monkeypatch.setattr("chitu.images.child.HUNG_S", 0.2)
     os.kill(process.pid, signal.SIGSTOP)
+    found = result(process, image_file(30, 40))
+    assert isinstance(found, Internal) and "SIGKILL" in found.message
+
+
+def test_a_child_that_computes_for_long_is_not(process: PatchesProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: nobody looks whether it does."""
+    process.close()
+    monkeypatch.setattr("chitu.images.child.HUNG_S", 0.5)
+    monkeypatch.setattr("chitu.images.child.SIGN_CPU_S", 0.01)
+    assert works(process), "loading takes longer"
+    assert process.num_signs > 2
+    process.close()
+    monkeypatch.setattr(ImageChild, "_look", lambda child: None)
     found = result(process, image_file(30, 40))
     assert isinstance(found, Internal) and "SIGKILL" in found.message
 

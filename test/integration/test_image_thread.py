@@ -154,9 +154,11 @@ def test_patches_are_those_of_the_sizes(bench: Bench, folder: Path) -> None:
     try:
         for number, (size, turned) in enumerate((((60, 90), 1), ((200, 31), 6))):
             key = bench.add(image_file(*size, "JPEG", seed=number, turned=turned))
+            signs = bench.thread.num_signs
             bench.thread.ask(key, 0)
             bench.thread.ask(key, 0)
             prepared = bench.take()
+            assert bench.thread.num_signs > signs + (number == 0), "its file came; the first time a processor is loaded"
             assert prepared.error is None and prepared.key == key
             found = load_file(prepared.patches)
             [layout] = sizer.layout([size if turned == 1 else size[::-1]])

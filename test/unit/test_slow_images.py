@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from encode_world import DEADLINES, EncodeWorld, ToyEncoder
+from encode_world import DEADLINES, LAYOUT, EncodeWorld, ToyEncoder
 from image_world import Seeing, text
 from scheduler_world import room_of
 from support.clock import FakeClock
 from support.images import image
 
+from chitu.config.schema import DeadlineConfig
 from chitu.images.child import TASK_CPU_S, task_cpu_s
 from chitu.instance.image_pulls import ATTEMPT_SHARE
+from chitu.kv_transfer.both_sides import KVManagerConfig
+from chitu.kv_transfer.pulling import feature_config
 
 PROMPT = text(0, 30)
 LARGE, OTHER = image(1, 6, 6, side=2), image(2, 14, 7)
@@ -154,6 +157,14 @@ def test_an_image_process_that_computes_has_time_and_one_that_stops_has_not(work
         p.step()
         assert p.finishes[room_of(0)].code == "transfer_stalled"
     p.check_empty()
+
+
+def test_an_e_reports_several_times_within_the_silence_that_p_bears() -> None:
+    deadlines = DeadlineConfig(bootstrap_s=1.0)
+    p = KVManagerConfig(0, 1, "127.0.0.1", 1, LAYOUT, deadlines)
+    e = feature_config(p, LAYOUT, 2)
+    assert p.progress_interval_s == deadlines.transfer_s / 10
+    assert e.progress_interval_s * 4 < ATTEMPT_SHARE * deadlines.bootstrap_s
 
 
 def test_a_task_has_the_cpu_time_that_the_machine_needs() -> None:
