@@ -303,6 +303,8 @@ class Runner:
 class Group:
     """Broadcast and barrier of two threads."""
 
+    rank = 1
+
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._barrier = threading.Barrier(2, timeout=20)
