@@ -392,17 +392,20 @@ class CommLoop:
         if feed.should_ask(self._clock.monotonic()):
             ask_for_whole(router.view, feed.topic)
         if is_sign:
+            self._note_versions()  # first, since what follows sends registrations
             self.contacts.take_view(index)
             self._forget_peers()
 
-    def _forget_peers(self) -> None:
-        """Close sockets to control ports that no member has any longer."""
+    def _note_versions(self) -> None:
         members = [member for router in self.contacts.routers for member in router.feed.view.instances]
         self._versions = {
             (member.host, port): member.protocol
             for member in members
             for port in (member.control_port, member.image_port)
         }
+
+    def _forget_peers(self) -> None:
+        """Close sockets to control ports that no member has any longer."""
         for address in self._peers.keys() - self._versions.keys():
             self._peers.pop(address).close()
 

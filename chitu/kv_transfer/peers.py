@@ -56,6 +56,7 @@ from chitu.protocol import (
     RankMemory,
     RegisterReply,
     TransferInfo,
+    encode_for,
     unpack_i32,
 )
 from chitu.types import REGISTRATION_ROOM, Role, instance_name, place_text
@@ -372,7 +373,7 @@ class DecodePeers:
                 peer = DecodePeer(info, memory, self._open(info), role=self._config.reader)
             except ChituError as error:
                 refusal = error
-        elif known.info != info:
+        elif known.info != info and not is_same_registration(known.info, info):
             refusal = BadFrame(f"{name} registered twice with different memory")
         if refusal is not None:
             is_final = not isinstance(refusal, PeerUnreachable)
@@ -425,6 +426,13 @@ class DecodePeers:
             return open_shards(info, self._config.layout, MAIN_RANK, own.pool, own.transports)
 
         return open_own() if fan_out is None else fan_out.open(info, open_own)
+
+
+def is_same_registration(one: KVArgsRegisterInfo, other: KVArgsRegisterInfo) -> bool:
+    """Return whether two registrations differ in the version of the wire alone: a D that has not heard yet of P's
+    version uses the oldest one."""
+    oldest = min(one.protocol_version, other.protocol_version)
+    return encode_for(oldest, one) == encode_for(oldest, other)
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:
