@@ -251,7 +251,7 @@ def build_generic(
     layers = {layer for adapter in adapters for layer in adapter.layers}
     adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
     modules = (*parts.decoder.modules(), *parts.head.modules())
-    token_numbers = numbers_a_token(parts.decoder)  # fused matrices are no parameters
+    token_numbers = numbers_a_token(parts.decoder) if parts.vision_names else 0.0  # fused matrices are no parameters
     check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, adapted))
     if parts.vision_names:
         _add_vision(built, spec, device, token_numbers)

@@ -222,6 +222,8 @@ class Vision:
 def numbers_a_token(decoder: Any) -> float:
     """Return about how many numbers of a decoder's matrices a token of a prompt is multiplied with."""
     chosen, total = getattr(decoder.config, "num_experts_per_tok", None) or 1, 0.0
+    if isinstance(chosen, Sequence):  # by layer
+        chosen = max(chosen)
     for name, tensor in decoder.named_parameters():
         if tensor.ndim == 3:  # of each expert
             total += tensor.numel() * min(1.0, chosen / tensor.shape[0])
