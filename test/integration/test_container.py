@@ -106,6 +106,8 @@ def run_read_only(
 
 def test_it_serves_with_a_read_only_root(tmp_path: Path) -> None:
     """On this machine's own root, which it may read but not write; what was compiled before is in the cache."""
+    if ROOT.is_relative_to("/tmp"):
+        pytest.skip("the checkout is in /tmp, which is a volume of the image, and so not seen in it")
     own = "import sys; sys.argv[0] = 'chitu'; from chitu.cli import main; sys.exit(main())"
     names = {"PATH": os.environ["PATH"], "PYTHONPATH": "/opt/chitu", "PYTHONDONTWRITEBYTECODE": "1"}
     words = [*(f"{name}={value}" for name, value in names.items()), "sh", "-c"]
