@@ -212,7 +212,7 @@ class Contacts:
         router.next_join_s = now_s + deadlines.retry_interval_s
         if router.asked_s is None or router.is_heard:
             router.asked_s = now_s
-        elif now_s >= router.asked_s + ASK_S:
+        elif now_s >= router.asked_s + self._patience_s(router):
             older = router.protocol - 1
             self._ask_views(router, older if older >= OLDEST_VERSION else PROTOCOL_VERSION)
         if router.silence is None:
@@ -229,6 +229,12 @@ class Contacts:
                 (self._send_drain if self._is_draining and not self._becomes else self._join)(router)
         elif router.is_heard and self._may_join(router):
             self._join(router)
+
+    def _patience_s(self, router: RouterContact) -> float:
+        """Return for how long to wait for views in a version. A router that was heard in an older one is there: it gets
+        the time that a slow machine may take before it falls back for good."""
+        is_known = router.heard_incarnation and router.protocol == PROTOCOL_VERSION
+        return max(ASK_S, self._deadlines.lease_s / 2) if is_known else ASK_S
 
     def _ask_views(self, router: RouterContact, protocol: int) -> None:
         """Ask a router for views in a version of the wire: in one after the other, until it answers."""
