@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
-import tarfile
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ def older_release(folder: Path) -> Path:
     found = subprocess.run(["git", "-C", ROOT, "archive", LAST_OF_20, "chitu"], capture_output=True)
     if found.returncode:
         raise FileNotFoundError(f"the history lacks {LAST_OF_20}, the release before: a shallow clone, or no git")
-    with tarfile.open(fileobj=BytesIO(found.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["tar", "-x", "-C", folder], input=found.stdout, check=True)
     return folder
 
 
