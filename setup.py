@@ -52,6 +52,7 @@ setup(
         "mooncake-cuda13": ["mooncake-transfer-engine-cuda13>=0.3.13"],
         "nixl": ["nixl-cu13>=1.5"],
         "nixl-cuda12": ["nixl-cu12>=1.5"],
+        "video": ["av>=14"],  # MP4 and WEBM files of requests; lists of frames and animations need none
         "gpu": ["triton>=3.5"],
         "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
         "train": ["matplotlib>=3.8"],
@@ -68,6 +69,7 @@ setup(
             "openai>=2",
             "msgpack>=1.1",
             "psutil>=6",
+            "av>=14",
             "playwright>=1.50",
             "schemathesis>=4",
             "triton>=3.5; platform_system == 'Linux'",

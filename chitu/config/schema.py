@@ -431,6 +431,13 @@ class ImagesConfig(Section, frozen=True):
     """Maximum size of the files of a request (MiB)."""
     max_pixels: Positive = 36_000_000
     """Maximum width times height of an image, by its header; larger ones are refused before they are decoded."""
+    max_frames: Positive = 256
+    """Maximum frames that are taken of a video, however long it is, and of a list of frames."""
+    max_video_pixels: Positive = 25_165_824
+    """Pixels that the frames of a video have together in the prompt; they are made smaller to fit. The default is what
+    Qwen3-VL's own processor has: 12,288 tokens."""
+    max_video_s: Seconds = 600.0
+    """Maximum length of a video, by its header; longer ones are refused before they are decoded."""
     hosts: tuple[str, ...] = ()
     """Hosts that images may be fetched from (`http://`, `https://`): names, or `*.` and a name for all below it. Empty:
     only images in the request itself."""

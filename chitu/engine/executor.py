@@ -69,6 +69,9 @@ class ImageSpan(PlanPart, frozen=True):
     rows: bytes = b""
     """Rows of the feature region (`ExecutorInfo.image_rows`) with its features, int32 LE; empty if they are not known
     yet (`PlaceImage` names them) or if none of its rows is computed here. The steps that compute its rows read them."""
+    time: int = 0
+    continues: bool = False
+    """Both as in `ImagePart`."""
 
 
 class EncodeImage(PlanPart, frozen=True):

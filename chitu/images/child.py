@@ -31,9 +31,12 @@ import msgspec
 from chitu.clock import Clock, RealClock
 from chitu.config.load import keyless_environment
 from chitu.config.schema import ImagesConfig
-from chitu.errors import ChituError, Internal, InvalidRequest
+from chitu.errors import ChituError, ContextLengthExceeded, Internal, InvalidRequest
 from chitu.images.files import decode_image
 from chitu.images.forms import ProcessorSpec
+from chitu.images.layout import Grid
+from chitu.images.video_files import Wanted, decode_part, sample_video
+from chitu.images.videos import FRAMES, PART_MAGIC
 from chitu.process.child import describe_exit
 from chitu.process.descendants import MARK, die_with_parent
 
@@ -51,9 +54,9 @@ BYTES_PER_PIXEL = 64
 """Memory of a task beyond `SPARE_BYTES`, by the pixels of the largest image: they as bytes and floats, and patches."""
 MAX_MESSAGE_BYTES = 64 << 10
 NICENESS = 5
+_RESIZE_WITH_TIME = "transformers.models.glm4v.image_processing_pil_glm4v"
 HIDDEN = ("torch", "torchvision", "tensorflow", "jax", "flax")
 """Packages that the processor would use if they were there."""
-Grid = tuple[int, int, int]
 
 
 class ChildSetup(msgspec.Struct, frozen=True):
@@ -65,19 +68,23 @@ class ChildSetup(msgspec.Struct, frozen=True):
 
 
 class ChildTask(msgspec.Struct, frozen=True):
-    """With two file descriptors (an image's file and a file for its patches): make patches. Else: measure."""
+    """With two file descriptors (a file, and one for what is made of it): make patches of an image or of a part of a
+    video, or with `video` a `SampledVideo` of a video. Else: measure."""
 
     width: int = 0
     height: int = 0
+    video: Wanted | None = None
 
 
 class ChildAnswer(msgspec.Struct, frozen=True):
     grid: Grid = (0, 0, 0)
     num_bytes: int = 0
-    """Size of the file of patches."""
+    """Size of the file that was made."""
     error: str = ""
     is_clients: bool = True
     """Whether the error is the fault of the image."""
+    is_too_long: bool = False
+    """Whether it is a `ContextLengthExceeded`."""
 
 
 _setup_decoder = msgspec.msgpack.Decoder(ChildSetup)
@@ -158,6 +165,8 @@ class LoadedProcessor:
         import numpy as np
         from safetensors.numpy import save
 
+        if data.startswith(PART_MAGIC):
+            return self._patches_of_part(data)
         image = decode_image(data, self._limits)
         grid = self.measure(*image.size)
         made = self.processor(images=[image], return_tensors="np", **self._spec.options)
@@ -178,6 +187,33 @@ class LoadedProcessor:
         else:
             _require_same((grid[0], 1, 1), (len(found["pixel_values"]), 1, 1))
         return grid, save(found)
+
+    def _patches_of_part(self, data: bytes) -> tuple[Grid, bytes]:
+        """Return the same of a part of a video. The image processor sees each frame as an image, whose patches have it
+        as many times as a patch has frames; here they take one of each."""
+        import numpy as np
+        from safetensors.numpy import save
+
+        images = decode_part(data, self._limits, self.processor.resample)
+        patch, merge = self.processor.patch_size, self.processor.merge_size
+        width, height = images[0].size
+        if self._spec.video is None or width % (patch * merge) or height % (patch * merge):
+            raise InvalidRequest(f"frames of {width} x {height} pixels are none of a video for this model")
+        made = [self.processor(images=[each], do_resize=False, return_tensors="np")["pixel_values"] for each in images]
+        pixels = np.stack([each.reshape(len(each), -1, FRAMES, patch**2)[:, :, 0] for each in made], axis=2)
+        grid = (1, height // patch, width // patch)
+        found = {"pixel_values": pixels.reshape(len(pixels), -1), "image_grid_thw": np.array([grid], dtype=np.int64)}
+        return (1, grid[1] // merge, grid[2] // merge), save(found)
+
+    def video(self, data: bytes, wanted: Wanted) -> bytes:
+        """Return an encoded `SampledVideo`. Raises what `sample_video` raises."""
+        spec = self._spec.video
+        if spec is None:
+            raise InvalidRequest("this model takes no videos")
+        resize = self._module.smart_resize
+        if spec.kind == "qwen3":  # the same as GLM's; its image processor is that of Qwen2-VL
+            resize = importlib.import_module(_RESIZE_WITH_TIME).smart_resize
+        return _encode(sample_video(data, spec, self._limits, wanted, resize, self.processor.resample))
 
 
 def _require_same(measured: Grid, made: Grid) -> None:
@@ -223,12 +259,18 @@ def _answer(processor: LoadedProcessor, task: ChildTask, files: Sequence[int]) -
         if not files:
             return ChildAnswer(processor.measure(task.width, task.height))
         source, target = files
-        grid, made = processor.patches(_content(source))
+        grid: Grid = (0, 0, 0)
+        if task.video is not None:
+            made = processor.video(_content(source), task.video)
+        else:
+            grid, made = processor.patches(_content(source))
         os.posix_fallocate(target, 0, len(made))  # a lack of memory is an error here, and no signal later
         left = memoryview(made)
         while left:
             left = left[os.write(target, left) :]
         return ChildAnswer(grid, len(made))
+    except ContextLengthExceeded as error:
+        return ChildAnswer(error=error.message, is_too_long=True)
     except InvalidRequest as error:
         return ChildAnswer(error=error.message)
     except MemoryError:
@@ -395,6 +437,8 @@ def error_of(answer: ChildAnswer) -> ChituError | None:
     """Return the error that an answer is, if it is one."""
     if not answer.error:
         return None
+    if answer.is_too_long:
+        return ContextLengthExceeded(answer.error)
     return InvalidRequest(answer.error) if answer.is_clients else Internal(answer.error)
 
 

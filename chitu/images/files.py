@@ -41,7 +41,7 @@ def read_image(data: bytes, limits: ImagesConfig) -> tuple[int, int]:
     Raises InvalidRequest if it is none of `FORMATS`, is damaged, or exceeds a limit; nothing is decoded of a file that
     exceeds one.
     """
-    image = _opened(data, limits)
+    image = opened(data, limits)
     width, height = image.size
     return (height, width) if _orientation(image) in TURNED else (width, height)
 
@@ -49,7 +49,7 @@ def read_image(data: bytes, limits: ImagesConfig) -> tuple[int, int]:
 def stored_size(data: bytes, limits: ImagesConfig) -> tuple[int, int]:
     """Return width and height (pixels) by the header alone, not turned. Raises what `read_image` raises of a file that
     exceeds a limit or is none of `FORMATS`."""
-    size: tuple[int, int] = _opened(data, limits, is_decoded=False).size
+    size: tuple[int, int] = opened(data, limits, is_decoded=False).size
     return size
 
 
@@ -57,14 +57,14 @@ def decode_image(data: bytes, limits: ImagesConfig) -> Image.Image:
     """Return the pixels of the same image, as RGB. Raises what `read_image` raises."""
     from PIL import ImageOps
 
-    image = _opened(data, limits)
+    image = opened(data, limits)
     if _orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     return image.convert("RGB")
 
 
-def _opened(data: bytes, limits: ImagesConfig, is_decoded: bool = True) -> Image.Image:
-    """Return the image, decoded or only its header."""
+def opened(data: bytes, limits: ImagesConfig, is_decoded: bool = True) -> Image.Image:
+    """Return the image, decoded or only its header. Raises what `read_image` raises."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
@@ -79,7 +79,7 @@ def _opened(data: bytes, limits: ImagesConfig, is_decoded: bool = True) -> Image
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            _check_size(image.size, limits)
+            check_size(image.size, limits)
             if is_decoded:
                 image.load()
     except InvalidRequest:
@@ -97,7 +97,8 @@ def _opened(data: bytes, limits: ImagesConfig, is_decoded: bool = True) -> Image
     return image
 
 
-def _check_size(size: tuple[int, int], limits: ImagesConfig) -> None:
+def check_size(size: tuple[int, int], limits: ImagesConfig) -> None:
+    """Raise InvalidRequest for a width and height (pixels) that are refused."""
     width, height = size
     if width * height > limits.max_pixels:
         raise _too_large(f"{width} x {height}", limits)

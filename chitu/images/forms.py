@@ -17,11 +17,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from chitu.errors import ConfigError
-from chitu.images.layout import ImageForm, ImageLayout, Run
+from chitu.images.layout import Grid, ImageForm, ImageLayout, Run, VideoForm
+from chitu.images.videos import FPS, FRAMES, MAX_FPS, VideoKind, VideoSpec
 from chitu.protocol import IMAGE_KEY_BYTES, image_key
 from chitu.tokenizer.added_tokens import read_json
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 BACK_END = "pil"
 """The back end of the image processors. `transformers` would choose another one, with other pixels, where torchvision
 is installed."""
@@ -44,6 +46,8 @@ class ProcessorSpec(msgspec.Struct, frozen=True):
     kind: MeasureKind
     options: dict[str, int | bool] = {}
     """Arguments of its calls, beyond the folder's settings."""
+    video: VideoSpec | None = None
+    """None: it takes no videos."""
 
 
 class ImageModel(NamedTuple):
@@ -58,7 +62,7 @@ class ImageModel(NamedTuple):
     end: int = -1
     """Token behind the last line."""
 
-    def layout(self, grid: tuple[int, int, int]) -> ImageLayout:
+    def layout(self, grid: Grid) -> ImageLayout:
         """Return the tokens of an image with this grid, as `measured` returns it."""
         token, (times, height, width) = self.form.token_id, grid
         match self.spec.kind:
@@ -81,10 +85,16 @@ class _Folder:
         self.config = read_json(self.path / "config.json")
         nested = read_json(self.path / PROCESSOR)
         self.processor = {key: value for key, value in nested.items() if key != "image_processor"}
+        self._nested_video: Mapping[str, Any] = nested.get("video_processor") or {}
         self.image_processor: Mapping[str, Any] = read_json(self.path / PREPROCESSOR) or nested.get(
             "image_processor", {}
         )
         self._ids: dict[str, int] | None = None
+
+    @property
+    def video_processor(self) -> Mapping[str, Any]:
+        """Settings for videos; those for images where the folder has none, as the library reads them."""
+        return self._nested_video or read_json(self.path / VIDEO_PREPROCESSOR) or self.image_processor
 
     def token_ids(self) -> dict[str, int]:
         """Return the ids of the added tokens, by their text."""
@@ -188,12 +198,81 @@ class _Family(NamedTuple):
     kind: MeasureKind
     read: Callable[[_Folder], _Parts]
 
+    video: Callable[[_Folder], tuple[VideoForm, VideoSpec]] | None = None
+    """None: its processor takes no videos."""
+
+
+_SHARED = {
+    "patch_size": 0,
+    "merge_size": 2,
+    "temporal_patch_size": FRAMES,
+    "image_mean": None,
+    "image_std": None,
+    "rescale_factor": None,
+    "do_rescale": True,
+    "do_normalize": True,
+    "resample": None,
+}
+"""Settings that a folder must have alike for images and for videos: the image processor makes patches of both."""
+
+
+def _video_spec(folder: _Folder, kind: VideoKind, patch: int, least: int, most: int) -> VideoSpec:
+    """Return what the settings say. `patch`, `least`, `most`: what the library takes where they say nothing: the side
+    of a patch, and the pixels of its smallest and largest size."""
+    told, images = folder.video_processor, folder.image_processor
+    for key, default in _SHARED.items():
+        if told.get(key, images.get(key, default)) != images.get(key, told.get(key, default)):
+            raise _NoForm(f"{key} is {told.get(key)!r} for videos, and {images.get(key)!r} for images")
+    if told.get("temporal_patch_size", FRAMES) != FRAMES or told.get("do_resize") is False:
+        raise _NoForm(f"temporal_patch_size is not {FRAMES} or do_resize is false: that is not built for videos")
+    size = told.get("size") or {}
+    fps = float(told.get("fps") or FPS)
+    numbers = {
+        "min_pixels": int(told.get("min_pixels") or size.get("shortest_edge") or least),
+        "max_pixels": int(told.get("max_pixels") or size.get("longest_edge") or most),
+        "factor": int(told.get("patch_size") or patch) * int(told.get("merge_size") or 2),
+        "min_frames": int(told.get("min_frames") or 4),
+        "max_frames": int(told.get("max_frames") or 768),
+    }
+    if not 0 < fps <= MAX_FPS or min(numbers.values()) < 1:
+        raise _NoForm(f"fps {fps:g} and {numbers} are impossible for videos")
+    caps = int(told.get("max_video_tokens") or (128000 if kind == "qwen2" else 768))
+    seconds = float(told.get("max_duration") or 300)
+    capped = caps if told.get("cap_pixels_per_frame") else 0
+    return VideoSpec(kind, **numbers, fps=fps, max_seconds=seconds, cap_tokens=capped)
+
+
+def _video_of_qwen2(folder: _Folder) -> tuple[VideoForm, VideoSpec]:
+    spec = _video_spec(folder, "qwen2", 14, 128 * 28 * 28, 28 * 28 * 768)
+    if folder.config["model_type"] == "qwen2_5_vl":
+        speed = float((folder.config.get("vision_config") or {}).get("tokens_per_second") or 4)
+        spec = msgspec.structs.replace(spec, tokens_per_second=speed)
+    token = folder.text_of("video_token_id")
+    return VideoForm(token, token, folder.number("video_token_id"), is_run=True), spec
+
+
+def _video_of_qwen3(folder: _Folder) -> tuple[VideoForm, VideoSpec]:
+    spec = _video_spec(folder, "qwen3", 16, 128 * 32 * 32, 32 * 32 * 768)
+    token = folder.text_of("video_token_id")
+    begin, end = folder.text_of("vision_start_token_id"), folder.text_of("vision_end_token_id")
+    written = f"<{{seconds:.1f}} seconds>{begin}{token}{end}"
+    return VideoForm(f"{begin}{token}{end}", written, folder.number("video_token_id"), is_run=False), spec
+
+
+def _video_of_glm(folder: _Folder) -> tuple[VideoForm, VideoSpec]:
+    spec = _video_spec(folder, "glm", 14, 112 * 112, 28 * 28 * 2 * 30000)
+    image, begin, end = folder.text_of("image_token_id"), "<|begin_of_image|>", "<|end_of_image|>"
+    folder.id_of(begin), folder.id_of(end)
+    written = f"{begin}{image}{end}{{seconds:.0f}}"
+    return VideoForm(folder.text_of("video_token_id"), written, folder.number("image_token_id"), is_run=False), spec
+
 
 _QWEN = _Family("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil", "qwen", _of_qwen)
-_GLM = _Family("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil", "glm", _of_qwen)
+_GLM = _Family("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil", "glm", _of_qwen, _video_of_glm)
 _PIXTRAL = _Family("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil", "lines", _of_pixtral)
 FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN._replace(video=_video_of_qwen2)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN._replace(video=_video_of_qwen3)),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
     **dict.fromkeys(("mistral3", "llava"), _PIXTRAL),
     "gemma3": _Family("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil", "fixed", _of_gemma),
@@ -237,9 +316,22 @@ def _read(folder: _Folder) -> ImageModel:
     _check_processor(folder, family)
     parts = family.read(folder)
     module = f"transformers.models.{family.module}"
-    spec = ProcessorSpec(str(folder.path), module, family.class_name, family.kind, parts.options)
-    form = ImageForm(parts.placeholder, parts.written, parts.token_id, _fingerprint(folder, spec))
+    video, video_spec = _read_video(folder, family)
+    spec = ProcessorSpec(str(folder.path), module, family.class_name, family.kind, parts.options, video_spec)
+    form = ImageForm(parts.placeholder, parts.written, parts.token_id, _fingerprint(folder, spec), video)
     return ImageModel(form, spec, parts.rows, parts.line_end, parts.end)
+
+
+def _read_video(folder: _Folder, family: _Family) -> tuple[VideoForm | str, VideoSpec | None]:
+    """Return how prompts have videos and what is done with them, or why they have none."""
+    if family.video is None:
+        return f"the processor of the family {folder.config['model_type']!r} takes images alone", None
+    try:
+        return family.video(folder)
+    except _NoForm as reason:
+        return str(reason), None
+    except (ConfigError, TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"its files say something unexpected of videos: {error!r}", None
 
 
 def _check_processor(folder: _Folder, family: _Family) -> None:

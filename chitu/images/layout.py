@@ -5,6 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+Grid = tuple[int, int, int]
+"""Rows by time, height and width."""
+
+
+class VideoForm(NamedTuple):
+    """How a model's prompts have videos, part by part."""
+
+    placeholder: str
+    """What the chat template writes in the place of a video."""
+    written: str
+    """What stands for a part in the text before it is tokenised, with a field `seconds` for `str.format`. It has the
+    text of `token_id` once."""
+    token_id: int
+    """The token that a part's rows replace in the token ids."""
+    is_run: bool
+    """Whether nothing lies between the parts, which all are rotated by where the video begins."""
+
 
 class ImageForm(NamedTuple):
     """How a model's prompts have images, whatever their sizes."""
@@ -17,6 +34,8 @@ class ImageForm(NamedTuple):
     """The token that the runs of an `ImageLayout` replace in the token ids."""
     fingerprint: bytes
     """16 bytes: hash of all that decides what patches are made of a file. It keys `ImagePart.key`."""
+    video: VideoForm | str = "its prompts have none"
+    """Or why they have no videos."""
 
 
 class Run(NamedTuple):
@@ -42,8 +61,33 @@ class ImageLayout(NamedTuple):
         return sum(run.count for run in self.runs)
 
 
+class VideoParts(Protocol):
+    """A video for the prompt: `SampledVideo`."""
+
+    @property
+    def parts(self) -> Sequence[bytes]:
+        """The file of each part."""
+        ...
+
+    @property
+    def grid(self) -> Grid:
+        """Of each part, in rows."""
+        ...
+
+    @property
+    def seconds(self) -> Sequence[float]:
+        """When each part is, as the prompt says it."""
+        ...
+
+    @property
+    def times(self) -> Sequence[int]:
+        """`ImagePart.time` of each."""
+        ...
+
+
 class ImageSizer(Protocol):
-    """The model's image processor, asked for sizes alone. Called in a body process; may block."""
+    """The model's image processor, asked for sizes, and for the frames of videos. Called in a body process; may
+    block."""
 
     @property
     def form(self) -> ImageForm: ...
@@ -51,4 +95,10 @@ class ImageSizer(Protocol):
     def layout(self, sizes: Sequence[tuple[int, int]]) -> list[ImageLayout]:
         """Return the layouts of images of these widths and heights (pixels). Raises InvalidRequest for a size that the
         processor refuses; `param` is the index."""
+        ...
+
+    def video(self, data: bytes, fps: float | None, most_rows: int) -> VideoParts:
+        """Return the frames of a video's file. `fps`: frames to take a second, or those that a list of frames has;
+        None: as the model's folder says. Raises InvalidRequest for a file that is none or exceeds a limit,
+        ContextLengthExceeded if it has more than `most_rows` rows."""
         ...

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from chitu.config.schema import ImagesConfig
 from chitu.errors import Internal, InvalidRequest
 from chitu.images.child import SPARE_BYTES, ChildAnswer, ChildEnded, ChildSetup, ChildTask, ImageChild, error_of
 from chitu.images.forms import ImageModel, image_model_of
 from chitu.images.layout import ImageForm, ImageLayout
+from chitu.images.video_files import Wanted
+from chitu.images.videos import SampledVideo
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED = 4096
 """Layouts kept, by size."""
 TRIES = 2
+_video_decoder = msgspec.msgpack.Decoder(SampledVideo)
 
 
 class SizerProcess:
@@ -58,6 +64,29 @@ class SizerProcess:
         processor refuses (`param`: its index), Internal if the processor cannot be asked."""
         return [self._layout(size, index) for index, size in enumerate(sizes)]
 
+    def video(self, data: bytes, fps: float | None, most_rows: int) -> SampledVideo:
+        """Return the frames of a video's file. `fps`: as in `Wanted`. Raises InvalidRequest for a file that is no video
+        that is read, or exceeds a limit, ContextLengthExceeded if it has more than `most_rows` rows, Internal if the
+        processor cannot be asked."""
+        source, target = (os.memfd_create(f"chitu-{name}", os.MFD_CLOEXEC) for name in ("video", "frames"))
+        try:
+            with open(source, "wb", closefd=False) as file:
+                file.write(data)
+            try:
+                answer = self._ask(ChildTask(video=Wanted(fps, most_rows)), (source, target))
+            except ChildEnded:
+                raise InvalidRequest(
+                    "the video takes too much time to be decoded: send a shorter or smaller one"
+                ) from None
+            if (error := error_of(answer)) is not None:
+                raise error
+            return _video_decoder.decode(os.pread(target, answer.num_bytes, 0))
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Internal(f"the process for images made nothing of a video: {error}") from error
+        finally:
+            os.close(source)
+            os.close(target)
+
     def close(self) -> None:
         if self._child is not None:
             self._child.kill()
@@ -78,17 +107,21 @@ class SizerProcess:
             self._layouts[size] = found
         return found
 
-    def _ask(self, task: ChildTask) -> ChildAnswer:
-        """Return the answer. A process that ends instead is replaced once."""
+    def _ask(self, task: ChildTask, files: Sequence[int] = ()) -> ChildAnswer:
+        """Return the answer. A process that ends instead is replaced once; ChildEnded if it used up its CPU time."""
         ended = ""
         for _ in range(TRIES):
             try:
                 child = self._child or self._start()
-                child.ask(task)
+                for file in files[1:]:  # a former try may have written to it
+                    os.lseek(file, 0, os.SEEK_SET)
+                child.ask(task, files)
                 return child.wait()
             except ChildEnded as error:
                 self._child, ended = None, str(error)
                 logger.warning("the process that measures images ended: %s", ended)
+                if files and error.was_costly:
+                    raise
         raise Internal(f"the process that measures images ended {TRIES} times ({ended})")
 
     def _start(self) -> ImageChild:

@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 WhenRead = Callable[[Callable[[], None]], None]
 """Function that calls its argument once the newest launched step is read; at once if it has been."""
 
+MAX_TIME = 1 << 30
+"""Largest `ImagePart.time`: positions stay far below what 32 bits hold."""
 NO_VISION = ExecutorInfo(0, 0, 0, 0, ())
 """Of an executor that takes no images."""
 
@@ -224,7 +226,11 @@ class PromptImages:
     """As in `Admit.images`: with rows of the region where an image is placed."""
 
     def __post_init__(self) -> None:
-        self.spans = [ImageSpan(start, length, image.grid) for image in self.parts for start, length, _ in image.spans]
+        self.spans = [
+            ImageSpan(start, length, image.grid, time=image.time, continues=image.continues)
+            for image in self.parts
+            for start, length, _ in image.spans
+        ]
 
     @property
     def missing(self) -> Sequence[ImagePart]:
@@ -296,6 +302,8 @@ def wrong_images(images: Sequence[ImagePart], num_tokens: int) -> str:
         if len(image.key) != IMAGE_KEY_BYTES or not image.spans:
             return f"image {number} has a key of {len(image.key)} bytes and {len(image.spans)} spans"
         num_rows = 0
+        if not 0 <= image.time <= MAX_TIME or (image.continues and (not number or image.start != end)):
+            return f"image {number} goes on at {image.start}, {image.time} behind a video that ends at {end}"
         for start, length, first in image.spans:
             if not (end <= start and length > 0 and start + length <= num_tokens and first == num_rows):
                 return f"image {number} has {length} rows from {start} on (of {num_tokens} tokens), behind {end}"

@@ -39,7 +39,7 @@ MAX_ADDRESSES = 2
 """Addresses of a host that are tried."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _OK = 200
-_IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+_IMAGE_TYPES = ("image/", "video/", "application/octet-stream", "binary/octet-stream")
 _HEAD = "GET {} HTTP/1.1\r\nHost: {}\r\nUser-Agent: chitu\r\nAccept: image/*\r\nAccept-Encoding: identity\r\n"
 _CLOSE = "Connection: close\r\n\r\n"
 
@@ -216,7 +216,7 @@ class _Answer:
         if self.headers.get("content-encoding", "identity").lower() != "identity":
             self._refuse(URLRefused("could not be fetched: its host answers with an encoding"))
         elif not kind.lower().startswith(_IMAGE_TYPES):
-            self._refuse(URLRefused("could not be fetched: its host answers with what is no image"))
+            self._refuse(URLRefused("could not be fetched: its host answers with what is no image or video"))
         elif not length.isdecimal() or len(length) > 18 or int(length) > self._max_bytes:
             self._refuse(self._too_large())
 

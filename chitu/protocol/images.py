@@ -30,6 +30,10 @@ class ImagePart(Wire, frozen=True, array_like=True):
     grid: tuple[int, int, int] = (0, 0, 0)
     """Feature rows by time, height and width, by which a model with M-RoPE rotates them; their product is the number of
     feature rows then."""
+    time: int = 0
+    """Of frames of a video: their rotary position by time, beyond that at which the video begins."""
+    continues: bool = False
+    """Whether these frames go on with the part before them, with no token between: they begin at its position."""
 
     @property
     def num_rows(self) -> int:
@@ -61,8 +65,15 @@ def encoder_preference(key: bytes, engine_rank: int) -> bytes:
 
 def page_marks(images: Iterable[ImagePart]) -> list[tuple[int, bytes]]:
     """Return what images add to the keys of the pages with their rows: position of each span, and the image's key with
-    the number of the span's first feature row."""
-    return [(start, image.key + first.to_bytes(4, "little")) for image in images for start, _, first in image.spans]
+    the number of the span's first feature row; of frames that go on with others, also their time."""
+    return [
+        (
+            start,
+            image.key + first.to_bytes(4, "little") + (image.time.to_bytes(4, "little") if image.continues else b""),
+        )
+        for image in images
+        for start, _, first in image.spans
+    ]
 
 
 class ImageLoad(Wire, frozen=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from chitu.errors import NoInstance
 from chitu.protocol.cluster import InstanceInfo, LoadReport, RouteEntry
-from chitu.protocol.images import FetchImage, ImageFile
+from chitu.protocol.images import FetchImage, ImageFile, ImagePart
 from chitu.protocol.requests import RequestHead
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
@@ -29,10 +29,12 @@ class Added(NamedTuple):
     and is left out."""
 
 
+_VIDEO = "frames of a video are rotated by their times"
 ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
     InstanceInfo: {"protocol": Added(21), "release": Added(21), "revision": Added(21)},
     FetchImage: {"start": Added(21), "most_bytes": Added(21)},
     ImageFile: {"start": Added(21), "num_bytes": Added(21)},
+    ImagePart: {"time": Added(21, _VIDEO), "continues": Added(21, _VIDEO)},
     LoadReport: {"image_load": Added(21)},
     RequestHead: {"encoders": Added(21)},
     RouteEntry: {"group": Added(21)},

@@ -37,6 +37,8 @@ TEMPORAL_PATCH_SIZE = 2
 MERGE_SIZE = 2
 MIN_PIXELS = 32 * 32
 """Pixels of one token; a smaller image is enlarged to it."""
+MAX_VIDEO_PIXELS = 1 << 20
+"""Pixels of the 512 tokens of a video, two frames each."""
 TOWER_HEADS = 4
 DEEP_LAYERS = (0, 1)
 """Layers of the tower whose output is added behind the first layers of the text part."""
@@ -47,6 +49,8 @@ PART_OF_TEXT = "{{- part.text }}"
 PARTS = f"""\
 {{%- if part.type in ['image', 'image_url'] or 'image' in part or 'image_url' in part %}}
 {{{{- '{VISION_START}{IMAGE_PAD}{VISION_END}' }}}}
+{{%- elif part.type in ['video', 'video_url'] or 'video' in part or 'video_url' in part %}}
+{{{{- '{VISION_START}{VIDEO_PAD}{VISION_END}' }}}}
 {{%- elif 'text' in part %}}
 {{{{- part.text }}}}
 {{%- endif %}}"""
@@ -55,7 +59,7 @@ Array = NDArray[np.float32]
 
 
 def with_images(chat_template: str) -> str:
-    """Return a chat template that also writes a placeholder for each part that is an image."""
+    """Return a chat template that also writes a placeholder for each part that is an image or a video."""
     return chat_template.replace(PART_OF_TEXT, PARTS)
 
 
@@ -125,8 +129,11 @@ def vision_config(family: str, text: dict[str, Any], ids: dict[str, int], shape:
 
 
 def write_processor(folder: Path, max_pixels: int) -> None:
-    """Write preprocessor_config.json, by which a file becomes patches. `max_pixels`: a larger image is made smaller."""
-    config = {
+    """Write preprocessor_config.json and the same for videos, by which files become patches.
+
+    `max_pixels`: a larger image is made smaller.
+    """
+    config: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
         "size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels},
@@ -136,7 +143,13 @@ def write_processor(folder: Path, max_pixels: int) -> None:
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    videos = {
+        **{key: value for key, value in config.items() if key != "image_processor_type"},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": MIN_PIXELS * TEMPORAL_PATCH_SIZE, "longest_edge": MAX_VIDEO_PIXELS},
+    }
+    for name, settings in (("preprocessor_config.json", config), ("video_preprocessor_config.json", videos)):
+        (folder / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def tower_tensors(

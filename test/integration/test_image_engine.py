@@ -53,9 +53,10 @@ class NoSpecials(GreedySampler):
 class Pair:
     """P and D, whose rows are recorded, and the whole model."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, requests: Sequence[PictureRequest] = ()) -> None:
         self.name, self.theirs = name, write_vision_checkpoint(folder, name)
-        self.requests = [PictureRequest.of(name, sizes, seed, lead) for seed, (sizes, lead) in enumerate(PROMPTS)]
+        made = [PictureRequest.of(name, sizes, seed, lead) for seed, (sizes, lead) in enumerate(PROMPTS)]
+        self.requests = list(requests) or made
         self.prefill, self.decode = (self._engine(folder, sampling) for sampling in (False, True))
         self.planted: Planted = lambda batch: batch
         self.rows: dict[str, dict[tuple[int, int], torch.Tensor]] = {"P": {}, "D": {}}
@@ -73,7 +74,7 @@ class Pair:
     @staticmethod
     def _engine(folder: Path, sampling: bool) -> Engine:
         options: dict[str, Any] = {"sampler": NoSpecials(), "sampling": sampling, "image_rows": IMAGE_ROWS}
-        return Engine(folder, num_pages=100, num_slots=4, max_model_len=512, **options)
+        return Engine(folder, num_pages=100, num_slots=5, max_model_len=512, **options)
 
     def _record(self, engine: Engine, name: str) -> None:
         model, rows = engine.runner.model, self.rows[name]

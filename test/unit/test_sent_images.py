@@ -28,6 +28,7 @@ from chitu.http.ask.turns import ChatTurns
 from chitu.http.table import READERS
 from chitu.images.forms import form_of, key_of
 from chitu.images.layout import ImageForm, ImageLayout, Run
+from chitu.images.videos import SampledVideo
 from chitu.protocol import ImagePart, unpack_i32
 from chitu.tokenizer.chat_template import ChatTemplate
 from chitu.tools.make_model import make_model
@@ -57,6 +58,9 @@ class Squares:
             grid = (1, -(-height // SIDE), -(-width // SIDE))
             found.append(ImageLayout((Run(self.form.token_id, grid[1] * grid[2]),), grid))
         return found
+
+    def video(self, data: bytes, fps: float | None, most_rows: int) -> SampledVideo:
+        raise InvalidRequest(f"{len(data)} bytes are no squares")
 
 
 WITH_CALLS = (
@@ -535,14 +539,14 @@ def test_rows_of_lines_are_spans_of_one_image() -> None:
     images._sent = [SentImage("a", "data:"), SentImage("b", "data:")]
     lines = ImageLayout((Run(7, 2), Run(8, 1, False), Run(7, 2), Run(9, 1, False)))
     whole = ImageLayout((Run(7, 1), Run(7, 2)), (1, 1, 3))
-    images._files = [ReadFile(b"x", b"", whole), ReadFile(b"y", b"", lines)]
+    images._files = [(ReadFile(b"x", b"", whole, "P", 7),), (ReadFile(b"y", b"", lines, "P", 7),)]
     images.place([1, 0])
-    assert images.expanded([1, 7, 2, 7], "P", []) == [1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7]
+    assert images.expanded([1, 7, 2, 7], lambda _: "P", []) == [1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7]
     for ids in ([1, 7, 2], [7, 7, 7]):
         with pytest.raises(InvalidRequest, match="'P', which stands for an image") as raised:
-            images.expanded(ids, "P", [{"content": "a"}, {"content": "aP"}])
+            images.expanded(ids, lambda _: "P", [{"content": "a"}, {"content": "aP"}])
         assert raised.value.param == "messages[1].content"
-    images.expanded([1, 7, 2, 7], "P", [])
+    images.expanded([1, 7, 2, 7], lambda _: "P", [])
     first, second = images.parts
     assert first == ImagePart(b"y", ((1, 2, 0), (4, 2, 2)), (0, 0, 0))
     assert second == ImagePart(b"x", ((8, 3, 0),), (1, 1, 3))
@@ -583,7 +587,8 @@ def test_rows_in_lines_are_found_in_token_ids() -> None:
     images = SentImages(ServedVision(ImageForm("P", "P", 7, bytes(16)), ImagesConfig()), {}, False)
     images._sent = [SentImage("a", "data:"), SentImage("b", "data:")]
     lines = ImageLayout((Run(7, 2), Run(8, 1, False), Run(7, 2), Run(9, 1, False)))
-    images._files = [ReadFile(b"y", b"", lines), ReadFile(b"x", b"", ImageLayout((Run(7, 3),), (1, 1, 3)))]
+    row = ImageLayout((Run(7, 3),), (1, 1, 3))
+    images._files = [(ReadFile(b"y", b"", lines, "P", 7),), (ReadFile(b"x", b"", row, "P", 7),)]
     images.find([1, 7, 7, 8, 7, 7, 9, 2, 7, 7, 7, 3, 7, 7])
     assert [part.spans for part in images.parts] == [((1, 2, 0), (4, 2, 2)), ((8, 3, 0),)]
 

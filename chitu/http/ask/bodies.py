@@ -63,6 +63,9 @@ REPLACED = "replaced by a placeholder in earlier turns and beside results of too
 """What becomes of a part that is neither text nor an image (`parts.py`)."""
 SEEN = "of the user and of results of tools, if the model has vision; else replaced by a placeholder"
 """What becomes of an image."""
+VIDEO_URL = (
+    f"of a video: a data URL (`data:video/jpeg;base64,` with frames between commas, too), or as of an image; {SEEN}"
+)
 IMAGE_URL = f"of an image: a data URL, or a URL of the router's `images.hosts` or `images.dir`; {SEEN}"
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`reader.py`)."""
@@ -450,9 +453,9 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[
         str,
         note(
-            "`text`, `image_url`, `refusal`, or `file` with text in it; in an answer that is sent back also "
-            "`thinking`, which is its reasoning, and `redacted_thinking`, which is left out of the prompt; any other "
-            f"is {REPLACED}"
+            "`text`, `image_url`, `video_url`, `refusal`, or `file` with text in it; in an answer that is sent back "
+            "also `thinking`, which is its reasoning, and `redacted_thinking`, which is left out of the prompt; any "
+            f"other is {REPLACED}"
         ),
     ]
     text: str | None = None
@@ -467,7 +470,11 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     image_url: Annotated[Unread, note(f"{IMAGE_URL}. Text, or an object with `url`; `detail` has no effect")] = (
         msgspec.UNSET
     )
-    video_url: _Replaced = msgspec.UNSET
+    video_url: Annotated[Unread, note(f"{VIDEO_URL}. Text, or an object with `url`")] = msgspec.UNSET
+    fps: Annotated[
+        float | None,
+        note("of `video_url`: frames to take a second; of a list of frames: how many it has. Default: the processor's"),
+    ] = None
     audio_url: _Replaced = msgspec.UNSET
     input_audio: _Replaced = msgspec.UNSET
     cache_control: Without = msgspec.UNSET

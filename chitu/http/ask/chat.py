@@ -24,10 +24,12 @@ from chitu.http.ask.bodies import (
 )
 from chitu.http.ask.images import SentImages
 from chitu.http.ask.parts import LeftOut, Reading, question_start, read_file, required_text, text_of
+from chitu.images.videos import MAX_FPS
 
 SEEING = ("user", "tool")
 """Roles of turns in which a model with vision sees images."""
 IMAGE_TYPES = ("image_url", "input_image", "image", "computer_screenshot")
+VIDEO_TYPE = "video_url"
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role -> the name that chat templates use."""
 _EMPTY = (b"null", b'""', b"[]", b"{}")
@@ -99,6 +101,10 @@ def _read_part(part: TextPart, where: str) -> Reading:
         return read_file(part.file.get("file_data"), part.file.get("filename"))
     if part.type in IMAGE_TYPES:
         return Reading(None, image=image_url(part.image_url))
+    if part.type == VIDEO_TYPE:
+        if part.fps is not None and not 0 < part.fps <= MAX_FPS:
+            raise InvalidRequest(f"{where}.fps must be above 0 and at most {MAX_FPS:g}", f"{where}.fps")
+        return Reading(None, video=image_url(part.video_url), fps=part.fps)
     return Reading(part.text)
 
 

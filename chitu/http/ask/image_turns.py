@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from chitu.http.ask.images import MARKED, joined, marked
+from chitu.http.ask.images import MARK, MARKED, VIDEO, joined
 from chitu.http.ask.turn_forms import Turn
 
 ELSEWHERE = "[image: in the user's next turn]"
 LEFT_OUT = "[image left out]"
 IMAGE: dict[str, Any] = {"type": "image"}
+VIDEO_PART: dict[str, Any] = {"type": "video"}
 
 
 def in_parts(turns: Sequence[Turn]) -> list[Turn]:
@@ -21,13 +22,20 @@ def in_parts(turns: Sequence[Turn]) -> list[Turn]:
 
 def numbers(turns: Sequence[Turn]) -> list[int]:
     """Return the numbers of the images, in the order of the turns."""
-    return [int(found) for turn in turns for text in _texts(turn["content"]) for found in MARKED.findall(text)]
+    return [
+        int(found.removesuffix(VIDEO))
+        for turn in turns
+        for text in _texts(turn["content"])
+        for found in MARKED.findall(text)
+    ]
 
 
 def in_words(text: str, word: Callable[[], str]) -> str:
     """Return a text with a word for each piece between its marks that says something."""
     pieces = MARKED.split(text)
-    return "".join([marked(int(each)) if i % 2 else word() if each.strip() else "" for i, each in enumerate(pieces)])
+    return "".join(
+        [f"{MARK}{each}{MARK}" if i % 2 else word() if each.strip() else "" for i, each in enumerate(pieces)]
+    )
 
 
 def moved(turns: list[Turn]) -> list[Turn]:
@@ -79,7 +87,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     for text in _texts(content):
         for i, piece in enumerate(MARKED.split(text)):
             if i % 2:
-                parts.append(dict(IMAGE))
+                parts.append(dict(VIDEO_PART if piece.endswith(VIDEO) else IMAGE))
             elif piece:
                 parts.append({"type": "text", "text": piece})
     return parts

@@ -13,7 +13,8 @@ Files are read, and sizes asked for, in one process alone (`serve/body_pool.py`)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from chitu.config.schema import ImagesConfig
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import MAX_TOKENS
 from chitu.http.ask.image_files import ImageReader, ReadFile, SentImage, require_allowed
-from chitu.images.layout import ImageForm, ImageLayout
+from chitu.images.layout import ImageForm, ImageLayout, VideoForm
 from chitu.net.image_urls import is_http
 from chitu.protocol import ImagePart
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 MARK = "\udfff"
 """Half a character: decoders of JSON refuse it, so no text of a client has it."""
-MARKED = re.compile(f"{MARK}(\\d+){MARK}")
+VIDEO = "v"
+"""Behind the number in the mark of a video."""
+MARKED = re.compile(f"{MARK}(\\d+{VIDEO}?){MARK}")
 _BREAK = "\n"
 
 
@@ -52,10 +55,16 @@ class ServedVision:
     reader: ImageReader | None = None
     """None in a process that reads no files."""
 
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """What the chat template writes for an image, and for a video if the model sees some."""
+        video = self.form.video
+        return (self.form.placeholder,) if isinstance(video, str) else (self.form.placeholder, video.placeholder)
 
-def marked(number: int) -> str:
-    """Return the mark of an image."""
-    return f"{MARK}{number}{MARK}"
+
+def marked(number: int, is_video: bool = False) -> str:
+    """Return the mark of an image or a video."""
+    return f"{MARK}{number}{VIDEO * is_video}{MARK}"
 
 
 def joined(texts: Sequence[str], between: str = _BREAK) -> str:
@@ -76,23 +85,30 @@ class SentImages:
         self._reader = vision.reader if is_here else None
         self._fetched = fetched
         self._sent: list[SentImage] = []
-        self._files: list[ReadFile] = []
+        self._files: list[tuple[ReadFile, ...]] = []
         self._order: list[int] = []
         self._spans: list[tuple[tuple[int, int, int], ...]] = []
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def mark(self, where: str, url: str) -> str:
-        """Return the text in the place of an image. InvalidRequest if there are too many, or if it may not be had."""
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model sees videos."""
+        return isinstance(self.form.video, VideoForm)
+
+    def mark(self, where: str, url: str, is_video: bool = False, fps: float | None = None) -> str:
+        """Return the text in the place of an image, or a video, whose `fps` is as of `SentImage`. InvalidRequest if
+        there are too many, or if it may not be had."""
         if len(self._sent) == self._limits.max_images:
             raise InvalidRequest(
                 f"{where}: a request may have {self._limits.max_images} images at most (router.images.max_images)",
                 where,
             )
-        require_allowed(url, where, self._limits)
-        self._sent.append(SentImage(where, url))
-        return marked(len(self._sent) - 1)
+        sent = SentImage(where, url, is_video, fps)
+        require_allowed(sent, self._limits)
+        self._sent.append(sent)
+        return marked(len(self._sent) - 1, is_video)
 
     def where(self, index: int) -> str:
         """Return the field of an image."""
@@ -114,14 +130,21 @@ class SentImages:
 
     @property
     def parts(self) -> tuple[ImagePart, ...]:
-        """The images of the prompt, in order."""
-        placed = zip(self._order, self._spans, strict=True)
-        return tuple([ImagePart(self._files[i].key, spans, self._files[i].layout.grid) for i, spans in placed])
+        """The images of the prompt, and the parts of its videos, in order."""
+        placed = zip(self._pieces, self._spans, strict=True)
+        return tuple(
+            [ImagePart(each.key, spans, each.layout.grid, each.time, each.continues) for each, spans in placed]
+        )
 
     @property
     def files(self) -> dict[bytes, bytes]:
         """Files of the images of the prompt, by key."""
-        return {self._files[i].key: self._files[i].data for i in self._order}
+        return {each.key: each.data for each in self._pieces}
+
+    @property
+    def _pieces(self) -> list[ReadFile]:
+        """All files of the prompt, in order."""
+        return [each for i in self._order for each in self._files[i]]
 
     # ----------------------------------------------------------------------------------------------------------- prompt
 
@@ -132,11 +155,17 @@ class SentImages:
     def written(self, text: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a rendered chat with what stands for its images before it is tokenised. InvalidRequest if it has more
         placeholders than images: some text has one."""
-        if text.count(self.form.placeholder) != len(self._order):
-            raise _literal(self.form.placeholder, messages)
-        if self.form.written == self.form.placeholder:
-            return text
-        return text.replace(self.form.placeholder, self.form.written)
+        wanted = [(self.form.placeholder, [i for i in self._order if not self._sent[i].is_video])]
+        if isinstance(self.form.video, VideoForm) and len(wanted[0][1]) < len(self._order):
+            wanted.append((self.form.video.placeholder, [i for i in self._order if self._sent[i].is_video]))
+        for placeholder, numbers in wanted:
+            if text.count(placeholder) != len(numbers):
+                raise _literal(placeholder, messages)
+            written = ["".join([each.written for each in self._files[i]]) for i in numbers]
+            if written != [placeholder] * len(numbers):
+                pieces = zip(text.split(placeholder), [*written, ""], strict=True)
+                text = "".join([piece + each for piece, each in pieces])
+        return text
 
     def find(self, ids: Sequence[int]) -> None:
         """Note where the rows of all images are in a prompt of token ids that has them already, each behind the last
@@ -144,27 +173,31 @@ class SentImages:
         self.place(range(len(self)))
         self._spans, at = [], 0
         for i in self._order:
-            rows = [run.token_id for run in self._files[i].layout.runs for _ in range(run.count)]
+            layout = self._files[i][0].layout
+            rows = [run.token_id for run in layout.runs for _ in range(run.count)]
             start = next((place for place in range(at, len(ids)) if ids[place] == rows[0]), len(ids))
             if list(ids[start : start + len(rows)]) != rows:
                 where = self.where(i)
                 raise InvalidRequest(f"{where}: the prompt does not have its {len(rows)} tokens in its place", where)
-            self._spans.append(_spans(self._files[i].layout, start))
+            self._spans.append(_spans(layout, start))
             at = start + len(rows)
 
-    def expanded(self, ids: list[int], literal: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids with the rows of the images. `literal`: text of the token that stands for an image.
+    def expanded(
+        self, ids: list[int], literal: Callable[[int], str], messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the ids with the rows of the images. `literal` returns the text of a token that stands for one.
         InvalidRequest if there are more of these than images."""
-        token, found, at = self.form.token_id, list[int](), 0
-        if ids.count(token) != len(self._order):
-            raise _literal(literal, messages)
+        pieces, found, at = self._pieces, list[int](), 0
+        for token, count in Counter([each.token_id for each in pieces]).items():
+            if ids.count(token) != count:
+                raise _literal(literal(token), messages)
         self._spans = []
-        for i in self._order:
-            end = ids.index(token, at)
+        for each in pieces:
+            end = ids.index(each.token_id, at)
             found += ids[at:end]
             at = end + 1
-            self._spans.append(_spans(self._files[i].layout, len(found)))
-            for run in self._files[i].layout.runs:
+            self._spans.append(_spans(each.layout, len(found)))
+            for run in each.layout.runs:
                 found += [run.token_id] * run.count
         return found + ids[at:]
 

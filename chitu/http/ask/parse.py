@@ -151,8 +151,8 @@ class BodyParser:
         """Return the ids of a chat with the rows of its images."""
         if not images:
             return ids
-        literal = self.model.tokenizer.decode([images.form.token_id], skip_special_tokens=False)
-        return images.expanded(ids, literal, messages)
+        decode = self.model.tokenizer.decode
+        return images.expanded(ids, lambda token: decode([token], skip_special_tokens=False), messages)
 
     def chat(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
         return self._chat(body, self.rendered(body, warnings, self.images(context), context), context, warnings)

@@ -81,6 +81,10 @@ class Reading(NamedTuple):
     """False: the text is a placeholder, too."""
     image: str | None = None
     """URL of the image that it is."""
+    video: str | None = None
+    """URL of the video that it is."""
+    fps: float | None = None
+    """Of the video; as of `SentImage`."""
 
 
 class Typed(Protocol):
@@ -108,6 +112,8 @@ def text_of(
         here = f"{where}[{i}]"
         reading = read(part, here)
         if is_asked and must_be_text(part.type, reading, left):
+            if reading.video is not None and left.images is not None:
+                raise InvalidRequest(f"{here}: this model sees no videos: {left.images.form.video}", here)
             only = "'text' parts" if left.images is None else "text, and images with data or a URL,"
             raise InvalidRequest(f"{here}: only {only} are supported, not {part.type[:40]!r} ({TEXT_ONLY})", here)
         texts.append(shown(part.type, here, reading, left))
@@ -119,13 +125,17 @@ def must_be_text(kind: str, reading: Reading, left: LeftOut) -> bool:
     the image."""
     if reading.text is not None:
         return False
-    return reading.image is None if left.images is not None else _word_of(kind) != _IMAGE
+    if left.images is None:
+        return _word_of(kind) != _IMAGE
+    return reading.image is None and (reading.video is None or not left.images.takes_videos)
 
 
 def shown(kind: str, where: str, reading: Reading, left: LeftOut) -> str:
     """Return the text of what was read, the mark of an image that the model gets, or the placeholder."""
     if reading.image is not None and left.images is not None:
         return left.images.mark(where, reading.image)
+    if reading.video is not None and left.images is not None and left.images.takes_videos:
+        return left.images.mark(where, reading.video, is_video=True, fps=reading.fps)
     if reading.text is None:
         return left.placeholder(where, kind, reading.name)
     if not reading.is_whole:

@@ -38,7 +38,7 @@ BODY_S = 30.0
 pattern of the tokenizer."""
 GRAMMAR_S = 3.0
 """Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
-IMAGE_MARKS = (b'image"', b'"image_url"')
+IMAGE_MARKS = (b'image"', b'"image_url"', b'"video_url"')
 """One of these is in each body with an image. A large body with one of them goes to the process that reads images at
 once, though it may be a text that has such words."""
 MAX_VERDICTS = 64

@@ -74,7 +74,7 @@ class ServedModel:
         self.turns = ChatTurns(
             *(tokenizer.apply_chat_template, tokenizer.template_source, tokenizer.template_variables),
             self.message_format.calls,
-            vision.form.placeholder if vision is not None else "",
+            *(vision.placeholders if vision is not None else ()),
         )
         self._vision = vision
         self._takes_images: bool | None = None
@@ -209,6 +209,8 @@ class ServedModel:
         """What the model needs of images; None if it sees none."""
         if self._vision is not None and self._takes_images is None:
             self._takes_images = self.turns.takes_images
+            if self._takes_images and not isinstance(self._vision.form.video, str) and not self.turns.takes_videos:
+                self._vision.form = self._vision.form._replace(video="its chat template has no place for them")
         return self._vision if self._takes_images else None
 
     def set_reader(self, reader: ImageReader) -> None:

@@ -55,6 +55,7 @@ CUT = turn_of("assistant", "", tool_calls=[call_of(arguments='{"a": "a')])
 
 ASKED_IMAGE = [{**U, "content": f"a{marked(0)}a"}]
 """A chat with an image of the user."""
+ASKED_VIDEO = [{**U, "content": f"a{marked(0, is_video=True)}a"}]
 _SEEN = {**result_of(), "content": f"a{marked(0)}a{marked(1)}"}
 READ_IMAGES, READ_IMAGES_UNCALLED = (
     ([U, before, _SEEN], [U, before, _SEEN, U], [U, before, _SEEN, A, U]) for before in (CALLS, A)

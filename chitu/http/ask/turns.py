@@ -54,17 +54,17 @@ class ChatTurns:
         source: str,
         variables: frozenset[str],
         calls: type[CallParser] | None = None,
-        placeholder: str = "",
+        *placeholders: str,
     ) -> None:
         """`source`, `variables`: the template's text, and what it reads. `calls`: parser of the model's calls.
-        `placeholder`: what it writes for an image."""
+        `placeholders`: what it writes for an image, and for a video."""
         self._render = render
         self._is_kimi = KIMI_BEGIN in source
         self._has_tools = "tools" in variables
         self.tools_in_system = not self._has_tools and SYSTEM_TOOLS in source
         """The template reads the tools from a turn of the system (Phi-4-mini's)."""
         self._calls = calls
-        self._placeholder = placeholder
+        self._placeholders = placeholders
         self._places_of_images = functools.cache(self._find_places_of_images)
         self._chosen = functools.cache(self._choose)
         self._missing = functools.lru_cache(MAX_KEPT)(self._find_missing)
@@ -115,8 +115,16 @@ class ChatTurns:
     @property
     def takes_images(self) -> bool:
         """Whether the template has a place for images of the user."""
+        return self._takes(probes.ASKED_IMAGE)
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether it has one for videos of the user."""
+        return self._takes(probes.ASKED_VIDEO)
+
+    def _takes(self, chat: list[Turn]) -> bool:
         return any(
-            self._arrives_with_images(probes.ASKED_IMAGE, self._chosen(has_tools).reform, has_tools)
+            self._arrives_with_images(chat, self._chosen(has_tools).reform, has_tools)
             for has_tools in {self._has_tools, False}
         )
 
@@ -269,7 +277,7 @@ class ChatTurns:
             text = self._rendered(formed, [probes.TOOL] if has_tools else None, False, variables)
         except InvalidRequest as error:
             return error
-        if numbers and text.count(self._placeholder) != len(numbers):
+        if numbers and sum([text.count(each) for each in self._placeholders]) != len(numbers):
             with_images = [i for i, turn in enumerate(turns) if image_turns.numbers([turn])]
             return with_images[0], "content"
         found = [(at[0], at.start(), text[at.start() - 1 : at.start()]) for at in probes.WORD.finditer(text)]

@@ -52,6 +52,8 @@ class CheckedImage(NamedTuple):
     length: int
     grid: tuple[int, int, int]
     rows: bytes
+    time: int = 0
+    continues: bool = False
 
 
 class CheckedPrompt(NamedTuple):
