@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from support.wire_samples import filled, records
 
+from chitu.errors import NoInstance
 from chitu.protocol import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
@@ -22,6 +23,7 @@ from chitu.protocol import (
     JoinReply,
     KVArgsRegisterInfo,
     LinkAck,
+    RequestHead,
     TokenBatch,
     TraceLines,
     TransportMessage,
@@ -66,10 +68,31 @@ def test_what_the_older_release_lacks_is_known_and_left_out(name: str) -> None:
     assert fields == KEPT[name]["fields"], (
         "a field that version 20 lacks must be in ADDED, and none of its fields may go"
     )
-    newest = filled(kind)
+    newest = without_needed(filled(kind))
     if "protocol_version" in fields:
         newest = msgspec.structs.replace(newest, protocol_version=OLDEST_VERSION)
     assert encode_for(OLDEST_VERSION, newest) == bytes.fromhex(KEPT[name]["frame"])
+
+
+def without_needed(value: Any) -> Any:
+    """Return a record without what an older release must have: `Added.needs`."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(without_needed(each) for each in value)
+    if not isinstance(value, msgspec.Struct):
+        return value
+    kind = type(value)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    needed = {name for name, added in ADDED.get(kind, {}).items() if added.needs}
+    names = kind.__struct_fields__
+    told = {name: defaults[name] if name in needed else without_needed(getattr(value, name)) for name in names}
+    return msgspec.structs.replace(value, **told)
+
+
+def test_an_older_release_gets_no_video_whose_times_it_would_ignore() -> None:
+    head = filled(RequestHead)
+    assert head.images[0].time and head.images[0].continues
+    with pytest.raises(NoInstance, match="frames of a video are rotated by their times: the other end has version 20"):
+        encode_for(OLDEST_VERSION, head)
 
 
 def test_the_newest_version_gets_the_record_as_it_is() -> None:
