@@ -21,7 +21,7 @@ from image_checkpoints import (
     Picture,
     PictureRequest,
 )
-from test_image_engine import BOUND, Pair
+from test_image_engine import BOUND, Pair, with_fields
 
 from chitu.engine.executor import ImageSpan
 
@@ -176,3 +176,51 @@ def test_rows_of_p_and_of_d_with_videos_are_those_of_transformers(
         on_p, on_d = clips.run(chunk)
         record_property(f"chunks of {chunk}", f"P {max(on_p):.1e}, D {max(on_d):.1e}")
         assert max(on_p) < BOUND and max(on_d) < BOUND, (chunk, on_p, on_d)
+
+
+def with_spans(clips: Pair, change: Callable[[int, ImageSpan], ImageSpan]) -> tuple[list[float], list[float]]:
+    """Return the errors with other spans on P and D. `change` gets the number of the picture in its request, too."""
+    right = [list(request.spans) for request in clips.requests]
+    for request in clips.requests:
+        request.spans = [(number, change(number, span)) for number, span in request.spans]
+    try:
+        return clips.run(37)
+    finally:
+        for request, spans in zip(clips.requests, right, strict=True):
+            request.spans = spans
+
+
+def test_times_that_are_not_scaled_and_frames_that_begin_anew_show(clips: Pair) -> None:
+    if clips.name != "qwen2_5_vl":
+        pytest.skip("the times of this family's frames are text")
+    unscaled, _ = with_spans(clips, lambda _, span: with_fields(span, time=span.time // 6))
+    assert unscaled[0] < BOUND and min(unscaled[1:]) > 100 * BOUND, unscaled
+    anew, on_d = with_spans(clips, lambda _, span: with_fields(span, continues=False))
+    assert anew[0] < BOUND and min(anew[1:]) > 100 * BOUND and min(on_d[1:]) > BOUND, (anew, on_d)
+
+
+def test_frames_in_another_order_show(clips: Pair) -> None:
+    right = clips.places[1]
+    clips.places[1] = [right[1], right[0], *right[2:]]
+    try:
+        on_p, _ = clips.run(37)
+    finally:
+        clips.places[1] = right
+    others = [error for slot, error in enumerate(on_p) if slot != 1]
+    assert on_p[1] > 100 * BOUND and max(others) < BOUND, on_p
+
+
+def test_a_time_that_is_lost_shows(clips: Pair) -> None:
+    if LAYOUTS[clips.name] != STAMPED:
+        pytest.skip("the times of this family's frames are no text before them")
+    request = clips.requests[1]
+    right, at = list(request.tokens), request.spans[1][1].start
+    reference = request.reference(clips.theirs, ())
+    request.tokens[at - 5 : at - 1] = [1] * 4
+    lost = request.reference(clips.theirs, ())
+    try:
+        on_p, _ = clips.run(37)
+    finally:
+        request.tokens = right
+    assert on_p[1] < BOUND  # the same words for both
+    assert float((lost - reference).abs().max() / reference.abs().max()) > 100 * BOUND
