@@ -32,6 +32,18 @@ NO_FORM = {
     "paligemma": "its whole prompt attends to itself, which is not built",
 }
 """Families that are refused for a reason of their own."""
+_SHARED = {
+    "patch_size": 0,
+    "merge_size": 2,
+    "temporal_patch_size": FRAMES,
+    "image_mean": None,
+    "image_std": None,
+    "rescale_factor": None,
+    "do_rescale": True,
+    "do_normalize": True,
+    "resample": None,
+}
+"""Settings that a folder must have alike for images and for videos: the image processor makes patches of both."""
 MeasureKind = Literal["qwen", "glm", "lines", "tiles", "fixed"]
 """How the rows of an image follow from its size. `qwen`, `glm`: a grid of merged patches; `lines`: the same, line by
 line; `tiles`: as many for each tile; `fixed`: as many for any image."""
@@ -200,20 +212,6 @@ class _Family(NamedTuple):
 
     video: Callable[[_Folder], tuple[VideoForm, VideoSpec]] | None = None
     """None: its processor takes no videos."""
-
-
-_SHARED = {
-    "patch_size": 0,
-    "merge_size": 2,
-    "temporal_patch_size": FRAMES,
-    "image_mean": None,
-    "image_std": None,
-    "rescale_factor": None,
-    "do_rescale": True,
-    "do_normalize": True,
-    "resample": None,
-}
-"""Settings that a folder must have alike for images and for videos: the image processor makes patches of both."""
 
 
 def _video_spec(folder: _Folder, kind: VideoKind, patch: int, least: int, most: int) -> VideoSpec:

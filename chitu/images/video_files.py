@@ -33,14 +33,14 @@ ANIMATIONS = (b"GIF8", b"RIFF")
 SHORTEST_MS, DEFAULT_MS = 20, 100
 """An animation's frame that is shown for less is shown for `DEFAULT_MS`, as browsers do."""
 MAX_FRAMES_OF_FILE = 1 << 20
-NEEDS_AV = "a video needs the package `av` on the router (pip install av, or chitu-pd[video])"
+NEEDS_AV = "a video needs the package `av` on the router (pip install av)"
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "mpegts"
 """Names of the formats that PyAV may read, as it names them. It has some hundreds more."""
 _FAST = {"format": "PNG", "compress_level": 1}
 """How a frame is kept without loss."""
 
 
-class Source(NamedTuple):
+class VideoSource(NamedTuple):
     """A video that is open."""
 
     total: int
@@ -136,7 +136,7 @@ def _kept(image: Image.Image, size: tuple[int, int], resample: int) -> bytes:
     return file.getvalue()
 
 
-def _check(source: Source, limits: ImagesConfig) -> None:
+def _check(source: VideoSource, limits: ImagesConfig) -> None:
     if source.total < 1 or not source.fps > 0:
         raise InvalidRequest("the video has no frames")
     if (seconds := source.total / source.fps) > limits.max_video_s:
@@ -150,7 +150,7 @@ def _check(source: Source, limits: ImagesConfig) -> None:
         )
 
 
-def _source(data: bytes, spec: VideoSpec, limits: ImagesConfig, wanted: Wanted) -> Source:
+def _source(data: bytes, spec: VideoSpec, limits: ImagesConfig, wanted: Wanted) -> VideoSource:
     if not data:
         raise InvalidRequest("the video is empty")
     if data.startswith(LIST_MAGIC):
@@ -160,7 +160,7 @@ def _source(data: bytes, spec: VideoSpec, limits: ImagesConfig, wanted: Wanted) 
     return _of_container(data, limits)
 
 
-def _of_list(files: Sequence[bytes], limits: ImagesConfig, fps: float) -> Source:
+def _of_list(files: Sequence[bytes], limits: ImagesConfig, fps: float) -> VideoSource:
     def frames(indices: Sequence[int]) -> Iterator[tuple[Image.Image, bytes]]:
         for index in indices:
             try:
@@ -168,10 +168,10 @@ def _of_list(files: Sequence[bytes], limits: ImagesConfig, fps: float) -> Source
             except InvalidRequest as error:
                 raise InvalidRequest(f"frame {index} of the video: {error.message}") from None
 
-    return Source(len(files), fps, frames, is_sampled=True)
+    return VideoSource(len(files), fps, frames, is_sampled=True)
 
 
-def _of_animation(data: bytes, limits: ImagesConfig) -> Source:
+def _of_animation(data: bytes, limits: ImagesConfig) -> VideoSource:
     image: Any = opened(data, limits, is_decoded=False)
     try:
         total = min(int(image.n_frames), MAX_FRAMES_OF_FILE)
@@ -183,7 +183,7 @@ def _of_animation(data: bytes, limits: ImagesConfig) -> Source:
             shown = int(image.info.get("duration", 0))
             shown_ms += shown if shown >= SHORTEST_MS else DEFAULT_MS
             if shown_ms > 1000 * limits.max_video_s:
-                return Source(total, 1000 * (index + 1) / shown_ms, lambda _: iter(()))
+                return VideoSource(total, 1000 * (index + 1) / shown_ms, lambda _: iter(()))
     except Exception as error:  # a decoder's own
         raise _damaged(error) from None
 
@@ -196,10 +196,10 @@ def _of_animation(data: bytes, limits: ImagesConfig) -> Source:
                 raise _damaged(error) from None
             yield pixels, b""
 
-    return Source(total, 1000 * total / max(shown_ms, 1), frames)
+    return VideoSource(total, 1000 * total / max(shown_ms, 1), frames)
 
 
-def _of_container(data: bytes, limits: ImagesConfig) -> Source:
+def _of_container(data: bytes, limits: ImagesConfig) -> VideoSource:
     try:
         import av
     except ImportError as error:
@@ -239,7 +239,7 @@ def _of_container(data: bytes, limits: ImagesConfig) -> Source:
         except Exception as error:
             raise _damaged(error) from None
 
-    return Source(total, fps, frames)
+    return VideoSource(total, fps, frames)
 
 
 def _counted(container: Any, stream: Any) -> int:

@@ -19,6 +19,8 @@ from chitu.protocol.images import FetchImage, ImageFile, ImagePart
 from chitu.protocol.requests import RequestHead
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
+_VIDEO = "frames of a video are rotated by their times"
+
 
 class Added(NamedTuple):
     """A field that a record has since a version of the wire."""
@@ -29,7 +31,6 @@ class Added(NamedTuple):
     and is left out."""
 
 
-_VIDEO = "frames of a video are rotated by their times"
 ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
     InstanceInfo: {"protocol": Added(21), "release": Added(21), "revision": Added(21)},
     FetchImage: {"start": Added(21), "most_bytes": Added(21)},
