@@ -36,7 +36,7 @@ MAX_FRAMES_OF_FILE = 1 << 20
 NEEDS_AV = "a video needs the package `av` on the router (pip install av)"
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "mpegts"
 """Names of the formats that PyAV may read, as it names them. It has some hundreds more."""
-_FAST = {"format": "PNG", "compress_level": 1}
+_FAST: dict[str, Any] = {"format": "PNG", "compress_level": 1}
 """How a frame is kept without loss."""
 
 
@@ -127,7 +127,7 @@ def decode_part(data: bytes, limits: ImagesConfig, resample: int) -> list[Image.
 
 
 def _resized(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
-    return image if image.size == size else image.resize(size, resample=resample)  # type: ignore[arg-type]
+    return image if image.size == size else image.resize(size, resample=resample)
 
 
 def _kept(image: Image.Image, size: tuple[int, int], resample: int) -> bytes:
@@ -227,7 +227,8 @@ def _of_container(data: bytes, limits: ImagesConfig) -> VideoSource:
         left = iter(indices)
         index = next(left)
         try:
-            for number, frame in enumerate(container.decode(stream)):
+            decoded: Iterator[Any] = container.decode(stream)
+            for number, frame in enumerate(decoded):
                 if number == index:
                     check_size((frame.width, frame.height), limits)
                     yield _turned(frame.to_image(), getattr(frame, "rotation", 0)), b""

@@ -43,12 +43,13 @@ def mp4(frames: Sequence[Image.Image], fps: int, kind: str = "mp4", codec: str =
     import av
 
     file = io.BytesIO()
+    video_frame: Any = av.VideoFrame
     with av.open(file, "w", format=kind) as container:
         stream: Any = container.add_stream(codec, rate=fps)
         stream.width, stream.height = frames[0].size
         stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
         for frame in frames:
-            for packet in stream.encode(av.VideoFrame.from_image(frame)):
+            for packet in stream.encode(video_frame.from_image(frame)):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
