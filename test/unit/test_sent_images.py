@@ -187,6 +187,16 @@ def test_images_are_where_they_stand_among_the_texts_of_all_three_apis(asked: As
     assert asked.text(asked.read("messages", body)) == shown
 
 
+def test_a_video_of_an_api_without_videos_is_refused_by_its_name_and_place(asked: Asked) -> None:
+    told = {"type": "input_text", "text": "What is it?"}
+    film = {"type": "input_video", "video_url": "data:video/mp4;base64,AAAA"}
+    with pytest.raises(InvalidRequest, match=r"input\[0\].content\[1\].video_url: .* has no such field"):
+        asked.read("responses", {"input": [{"role": "user", "content": [told, film]}]})
+    block_of_film = {"type": "video", "source": {"type": "base64", "media_type": "video/mp4", "data": "AAAA"}}
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[1\].type: 'video' is not supported"):
+        asked.read("messages", {"messages": [user(text("A"), block_of_film)], "max_tokens": 5})
+
+
 def test_an_image_that_is_sent_twice_is_one_file_with_two_places(asked: Asked) -> None:
     parsed = asked.chat(user(part(RED), text("?")), {"role": "assistant", "content": "!"}, user(part(RED)))
     first, second = parsed.prompts[0].images
