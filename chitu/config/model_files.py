@@ -8,6 +8,8 @@ from chitu.errors import ConfigError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder with a LoRA adapter, as PEFT writes it."""
+TENSORS_MANIFEST = "chitu_tensors.json"
+"""File of a folder whose tensors are in a trainer's memory (`models/trainer_tensors.py`)."""
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 

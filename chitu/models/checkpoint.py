@@ -5,7 +5,7 @@ Called by launchers, `chitu plan` and `chitu doctor` before any process starts, 
 test requires for every family that the names are those that `common.py` takes.
 
 Format: 8 bytes header length (little endian), a JSON header with dtype, shape and offsets of each tensor, the data.
-`gguf.py` has that of GGUF files.
+`gguf.py` has that of GGUF files, `trainer_tensors.py` that of tensors in a trainer's memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from chitu.config.model_files import refuse_lfs_pointer
+from chitu.config.model_files import TENSORS_MANIFEST, refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.byte_sources import ByteSource, DeviceBytes, DevicePlace, FileBytes, Seal
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
@@ -30,6 +32,7 @@ from chitu.models.gguf import BLOCKS, SCALES, SUFFIX
 from chitu.models.gguf_names import GgufTensor, read_gguf
 from chitu.models.logical_tensors import WIDE_BYTES, LogicalTensors, logical_tensors
 from chitu.models.quantization import Quantization
+from chitu.models.trainer_tensors import published
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -162,6 +165,10 @@ class TensorEntry(NamedTuple):
     """Byte in the file."""
     dtype: str
     shape: tuple[int, ...]
+    device: DevicePlace | None = None
+    """Where it is, if not in the file."""
+    seal: Seal | None = None
+    """What its bytes must be, if it is in a trainer's memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -169,6 +176,13 @@ class TensorEntry(NamedTuple):
 
 
 Entry = TensorEntry | GgufTensor
+
+
+def open_bytes(entry: Entry) -> ByteSource:
+    """Open what holds a tensor. Raises ConfigError if that cannot be read."""
+    if isinstance(entry, TensorEntry) and entry.device is not None:
+        return DeviceBytes(entry.device)
+    return FileBytes(entry.file, isinstance(entry, TensorEntry) and entry.seal is not None)
 
 
 class _HeaderEntry(msgspec.Struct):
@@ -185,7 +199,8 @@ def read_entries(files: Sequence[Path], prefix: str = "") -> dict[str, Entry]:
     """Return the tensors of these files by name; with `prefix`, of those alone that begin with it the names behind it
     (`ModelSpec.tensor_prefix`). Those of a decoder that was saved without its head, as models for
     embeddings are, get the names that they have beside a head. Raise ConfigError for a file that is no safetensors or
-    GGUF file or is not as long as its header says, and for a tensor that is in two of them."""
+    GGUF file or is not as long as its header says, and for a tensor that is in two of them. A tensor that a manifest
+    names is one like any other."""
     found: dict[str, Entry] = {}
     for name, entry in _entries_of_all(files):
         if name in found:
@@ -206,10 +221,22 @@ def _entries_of_all(files: Sequence[Path]) -> Iterator[tuple[str, Entry]]:
         yield from read_gguf(files)
         return
     for file in files:
+        if file.name == TENSORS_MANIFEST:
+            yield from _entries_of_manifest(file)
+            continue
         try:
             yield from _entries_of(file).items()
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
+
+
+def _entries_of_manifest(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+    def size_of(dtype: str, shape: tuple[int, ...]) -> int | None:
+        return math.prod(shape) * BITS[dtype] // 8 if dtype in BITS else None
+
+    for name, found in published(file, size_of):
+        tensor = found.tensor
+        yield name, TensorEntry(found.file, tensor.offset, tensor.dtype, tensor.shape, found.device, found.seal)
 
 
 def _entries_of(file: Path) -> dict[str, TensorEntry]:
@@ -349,11 +376,12 @@ def _is_finite(entry: Entry, num_bytes: int) -> bool:
     count = -(-num_bytes // BLOCK_BYTES)
     mask = np.array(exponent, dtype=kind)
     unit = BLOCKS[entry.dtype][1] if entry.dtype in SCALES else mask.itemsize
-    with entry.file.open("rb", buffering=0) as stream:
+    with closing(open_bytes(entry)) as source:
         for block in range(count):
             first = (entry.num_bytes - BLOCK_BYTES) * block // max(1, count - 1) if entry.num_bytes > BLOCK_BYTES else 0
             first -= first % unit
-            data = os.pread(stream.fileno(), min(BLOCK_BYTES, entry.num_bytes - first), entry.offset + first)
+            data = bytearray(min(BLOCK_BYTES, entry.num_bytes - first))
+            source.read_into(memoryview(data), entry.offset + first)
             units = np.frombuffer(data, np.uint8, len(data) // unit * unit).reshape(-1, unit)
             places = SCALES.get(entry.dtype, (0,))
             numbers = np.stack([units[:, at : at + mask.itemsize] for at in places]).view(kind)

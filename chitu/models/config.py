@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from chitu.config.model_files import refuse_lfs_pointer
+from chitu.config.model_files import TENSORS_MANIFEST, refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import ARCHITECTURES, TEXT_DECODERS, Key, NotByOwnCode, TextDecoder, value_of
 from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_expert_spec, read_latent_spec, read_rope
@@ -30,6 +30,7 @@ from chitu.models.generic.library import is_known, library_version
 from chitu.models.generic.spec import read_text_shape
 from chitu.models.gguf import SUFFIX, read_header
 from chitu.models.quantization import Quantization, read_quantization
+from chitu.models.trainer_tensors import content_digest
 from chitu.protocol import CacheGroup, StateTensor
 
 logger = logging.getLogger(__name__)
@@ -365,8 +366,8 @@ def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int
 
 def weight_files(path: str | Path) -> list[Path]:
     """Return a checkpoint's safetensors files in name order: `model.safetensors`, else those in the index, as
-    transformers does; else all; else its GGUF files. ConfigError if there is none or one is missing, UnsupportedModel
-    for an adapter."""
+    transformers does; else all; else its GGUF files. Last, if there is one, the manifest of tensors in a trainer's
+    memory. ConfigError if there is none or one is missing, UnsupportedModel for an adapter."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
@@ -374,6 +375,7 @@ def weight_files(path: str | Path) -> list[Path]:
             "model.adapters, and model.path the folder of the model alone"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    manifest = folder / TENSORS_MANIFEST
     if single.is_file():
         files = [single]
     elif index.is_file():
@@ -386,6 +388,8 @@ def weight_files(path: str | Path) -> list[Path]:
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(f"*{SUFFIX}"))
+    if manifest.is_file():
+        files.append(manifest)
     if not files:
         raise ConfigError(f"model.path: {folder} holds no safetensors file")
     for file in files:
@@ -399,6 +403,7 @@ def model_hash(path: str | Path, code: Literal["own", "transformers"] = "own") -
 
     Covers the version of transformers if it is its code, config.json, each weight file's name, size and header (names,
     shapes, dtypes, offsets), and samples of the weights: another training of the same architecture differs in them.
+    Of a manifest it covers the content of all tensors.
     """
     folder = Path(path)
     digest = hashlib.sha256()
@@ -410,6 +415,9 @@ def model_hash(path: str | Path, code: Literal["own", "transformers"] = "own") -
         digest.update(f"\0transformers {library_version()}".encode())
     files = weight_files(folder)
     for file in files:
+        if file.name == TENSORS_MANIFEST:
+            digest.update(b"\0" + content_digest(file))
+            continue
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         digest.update(_header(file))
         for piece in _samples(file, math.ceil(SAMPLES / len(files))):
@@ -427,20 +435,29 @@ def _samples(file: Path, count: int) -> Iterator[bytes]:
 
 
 def weights_stamp(path: str | Path) -> tuple[tuple[object, ...], ...]:
-    """Return what changes if a weight file is replaced or written: name, size and time of each. Some network
-    file systems give an untouched file another inode."""
-    found = [(file.name, file.stat()) for file in weight_files(path)]
-    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+    """Return what changes if a weight file is replaced or written: name, size and time of each; of a manifest its
+    content. Some network file systems give an untouched file another inode."""
+    return tuple(_stamp(file) for file in weight_files(path))
+
+
+def _stamp(file: Path) -> tuple[object, ...]:
+    if file.name == TENSORS_MANIFEST:
+        return file.name, content_digest(file).hex()
+    status = file.stat()
+    return file.name, status.st_size, status.st_mtime_ns
 
 
 def weights_digest(path: str | Path) -> bytes:
-    """Return the digest of all bytes of the weight files. Reads several in parallel, at some 1 GB a second each."""
+    """Return the digest of all bytes of the weight files. Reads several in parallel, at some 1 GB a second each, and no
+    tensors of a manifest, which has their digests."""
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
         digests = threads.map(_file_digest, weight_files(path))
         return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _file_digest(file: Path) -> bytes:
+    if file.name == TENSORS_MANIFEST:
+        return content_digest(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 

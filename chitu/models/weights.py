@@ -7,6 +7,8 @@ reports progress in bytes. A model that leaves tensors unread would compute some
 Quantised weights are dequantised while they are read (`logical_tensors.py` has their names, `dequantize.py` the
 arithmetic): whole or in part, in pieces that are small against the staging buffer, each with the scales of its blocks.
 
+Tensors of a trainer's memory are read as those of files are (`byte_sources.py`), and compared with their digests.
+
 Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
 that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
 for a GPU.
@@ -15,7 +17,6 @@ for a GPU.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +25,11 @@ from typing import NamedTuple
 import torch
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.checkpoint import Entry, read_entries
+from chitu.models.byte_sources import ByteSource, Seal, read_sealed
+from chitu.models.checkpoint import Entry, TensorEntry, open_bytes, read_entries
 from chitu.models.config import weight_files
 from chitu.models.dequantize import Quantized, dequantise, integers, kept_of, scales_of
+from chitu.models.dtypes import DTYPES
 from chitu.models.gguf import BLOCKS
 from chitu.models.gguf_blocks import dequantise_blocks
 from chitu.models.gguf_names import PLAIN, GgufTensor
@@ -42,34 +45,20 @@ MIN_CUT_RUN = 32
 """Least inputs of a run that a cut makes shorter: scales would need more memory than they save."""
 PIECE_NUMBERS = 1 << 18
 """Numbers that are dequantised at a time."""
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Location, dtype and shape of a tensor in a file."""
+    """Location, dtype and shape of a tensor in a file, or in memory."""
 
     path: Path
-    descriptor: int
+    source: ByteSource
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     blocks: str = ""
     """ggml's type of blocks; the last dimension is then bytes."""
+    seal: Seal | None = None
 
 
 class TensorFiles:
@@ -80,26 +69,25 @@ class TensorFiles:
     ) -> None:
         self._device = device
         self._staging_bytes = staging_bytes
-        self._descriptors: list[int] = []
+        self._opened: dict[object, ByteSource] = {}
         self._staging: torch.Tensor | None = None
         self.tensors: dict[str, Stored] = {}
-        opened: dict[Path, int] = {}
         for name, entry in read_entries(files, prefix).items():
-            if entry.file not in opened:
-                opened[entry.file] = self._open(entry.file)
-            self.tensors[name] = _stored(entry, opened[entry.file])
+            self.tensors[name] = _stored(entry, self._open(entry))
 
-    def _open(self, file: Path) -> int:
-        try:
-            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
-        return self._descriptors[-1]
+    def _open(self, entry: Entry) -> ByteSource:
+        place = entry.file, entry.device if isinstance(entry, TensorEntry) else None
+        if place not in self._opened:
+            try:
+                self._opened[place] = open_bytes(entry)
+            except ConfigError:
+                self.close()
+                raise
+        return self._opened[place]
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        while self._opened:
+            self._opened.popitem()[1].close()
         self._staging = None
 
     def read(
@@ -151,12 +139,14 @@ class TensorFiles:
         return self._staging[:nbytes]
 
 
-def _stored(entry: Entry, descriptor: int) -> Stored:
-    if not isinstance(entry, GgufTensor) or entry.dtype in PLAIN:
-        return Stored(entry.file, descriptor, entry.offset, DTYPES[entry.dtype], entry.shape)
+def _stored(entry: Entry, source: ByteSource) -> Stored:
+    if not isinstance(entry, GgufTensor):
+        return Stored(entry.file, source, entry.offset, DTYPES[entry.dtype], entry.shape, seal=entry.seal)
+    if entry.dtype in PLAIN:
+        return Stored(entry.file, source, entry.offset, DTYPES[entry.dtype], entry.shape)
     numbers, num_bytes = BLOCKS[entry.dtype]
     shape = (*entry.shape[:-1], entry.shape[-1] // numbers * num_bytes)
-    return Stored(entry.file, descriptor, entry.offset, torch.uint8, shape, entry.dtype)
+    return Stored(entry.file, source, entry.offset, torch.uint8, shape, entry.dtype)
 
 
 def _groups(numbers: range, size: int) -> range:
@@ -167,15 +157,10 @@ def _groups(numbers: range, size: int) -> range:
 def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
     """Read bytes from the file's `offset` on into a contiguous tensor on the host."""
     buffer: memoryview = target.view(-1).view(torch.uint8).numpy().data
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(stored.descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise ConfigError(f"model.path: {stored.path} cannot be read: {error}") from error
-        if not count:
-            raise ConfigError(f"model.path: {stored.path} became shorter while it was read")
-        done += count
+    if stored.seal is None:
+        stored.source.read_into(buffer, offset)
+    else:
+        read_sealed(stored.source, stored.seal, buffer, offset)
 
 
 Progress = Callable[[int, int], None]
@@ -213,7 +198,7 @@ class WeightSource:
         logical = logical_tensors(entries, quantization, f"model.path: {path}")
         self._packed, self._small, self._shapes = logical.packed, logical.kept, logical.shapes
         self._may_have_idle_biases = quantization is not None and quantization.method == "gptq"
-        self._total = sum(file.stat().st_size for file in files)
+        self._total = sum(entry.num_bytes for entry in entries.values())
         self._files = TensorFiles(files, device, prefix=prefix)
         self._left = set(self._shapes)
 

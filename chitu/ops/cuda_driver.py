@@ -5,11 +5,13 @@ memory that a device can reach. Any thread.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from chitu.errors import MissingDependency, TransferFailed
 
-HANDLE_BYTES = 64
+HANDLE_BYTES, UUID_BYTES = 64, 16
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: another GPU's memory is reached over NVLink or PCIe if possible."""
 _PORTABLE, _DEVICE_MAP = 1, 2
@@ -30,23 +32,42 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * UUID_BYTES),)
+
+
 class CudaDriver:
     """Implements `IpcDriver` and `PinDriver`. Raises MissingDependency without an NVIDIA driver. The calls work in the
     thread's current context, so each first makes `device`'s primary context current, as torch's first CUDA call
     does."""
 
     def __init__(self, device: int) -> None:
-        try:
-            self._cuda: Any = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise MissingDependency(f"there is no NVIDIA driver here ({error}): transports of GPUs need it") from error
-        self._context = ctypes.c_void_p()
-        number = ctypes.c_int()
+        self._cuda = _library()
+        self._context, number = ctypes.c_void_p(), ctypes.c_int()
         self._check(self._cuda.cuInit(0), "cuInit")
         self._check(self._cuda.cuDeviceGet(ctypes.byref(number), device), "cuDeviceGet")
+        self._number = number.value
         self._check(
             self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number), "cuDevicePrimaryCtxRetain"
         )
+
+    @classmethod
+    def of_uuid(cls, uuid: str) -> CudaDriver:
+        """Return the driver of the device with this uuid (see `uuid`). Raises TransferFailed if the process sees none,
+        and takes no memory of the others."""
+        cuda, count, number = _library(), ctypes.c_int(), ctypes.c_int()
+        _check(cuda, cuda.cuInit(0), "cuInit")
+        _check(cuda, cuda.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
+        for index in range(count.value):
+            _check(cuda, cuda.cuDeviceGet(ctypes.byref(number), index), "cuDeviceGet")
+            if _uuid_of(cuda, number.value) == uuid:
+                return cls(index)
+        raise TransferFailed(f"cuda: none of the {count.value} GPUs that this process sees has the uuid {uuid}")
+
+    @property
+    def uuid(self) -> str:
+        """32 hex digits, whichever number the device has in a process."""
+        return _uuid_of(self._cuda, self._number)
 
     def export(self, address: int) -> Exported:
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
@@ -72,6 +93,23 @@ class CudaDriver:
     def close(self, address: int) -> None:
         self._enter()
         self._check(self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "cuIpcCloseMemHandle")
+
+    def copy_to_host(self, host: int, device: int, nbytes: int) -> None:
+        """Copy from an address of the device to one of this process, and return when it is done."""
+        self._enter()
+        found = self._cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(host), ctypes.c_uint64(device), ctypes.c_size_t(nbytes))
+        self._check(found, "device memory cannot be copied")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Enter the device's context, and leave the thread in the one that it had."""
+        before = ctypes.c_void_p()
+        self._check(self._cuda.cuCtxGetCurrent(ctypes.byref(before)), "cuCtxGetCurrent")
+        self._enter()
+        try:
+            yield
+        finally:
+            self._cuda.cuCtxSetCurrent(before)
 
     def is_device_memory(self, address: int, nbytes: int) -> bool:
         self._enter()
@@ -103,8 +141,25 @@ class CudaDriver:
         self._check(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
     def _check(self, code: int, what: str) -> None:
-        if code != 0:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(code, ctypes.byref(text))
-            reason = text.value.decode() if text.value else f"code {code}"
-            raise TransferFailed(f"cuda: {what}: {reason}")
+        _check(self._cuda, code, what)
+
+
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MissingDependency(f"there is no NVIDIA driver here ({error}): memory of GPUs needs it") from error
+
+
+def _uuid_of(cuda: Any, number: int) -> str:
+    uuid = _Uuid()
+    _check(cuda, cuda.cuDeviceGetUuid_v2(ctypes.byref(uuid), ctypes.c_int(number)), "cuDeviceGetUuid")
+    return ctypes.string_at(ctypes.byref(uuid), UUID_BYTES).hex()
+
+
+def _check(cuda: Any, code: int, what: str) -> None:
+    if code != 0:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        reason = text.value.decode() if text.value else f"code {code}"
+        raise TransferFailed(f"cuda: {what}: {reason}")

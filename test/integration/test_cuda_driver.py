@@ -14,6 +14,7 @@ pytestmark = pytest.mark.emulated
 
 HERE = Path(__file__).parent
 PROGRAM = """
+import ctypes
 import threading
 from chitu.errors import TransferFailed
 from chitu.ops.cuda_driver import CudaDriver
@@ -43,13 +44,29 @@ def use(driver):
     fails(lambda: driver.export(HOST), "no device memory")
     address = driver.open(exported.handle)
     assert address == BASE + SHIFT
+    host = ctypes.create_string_buffer(8)
+    driver.copy_to_host(ctypes.addressof(host) + 1, address + 5, 6)
+    assert host.raw == bytes([0, 5, 5, 5, 5, 5, 5, 0])
+    fails(lambda: driver.copy_to_host(ctypes.addressof(host), address + BYTES - 4, 8), "cannot be copied")
+    before = current()
+    with CudaDriver(0).current():
+        assert current() == 0x1000
+    assert current() == before
     driver.close(address)
     fails(lambda: driver.open(bytes(64)), "cannot be mapped")
     fails(lambda: driver.open(b"short"), "5 bytes")
     used.append(True)
 
+def current():
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    return context.value
+
 used = []
 driver = CudaDriver(1)
+assert driver.uuid == "a1" * 16 and CudaDriver.of_uuid("a1" * 16).uuid == driver.uuid
+assert CudaDriver.of_uuid("a0" * 16).uuid == "a0" * 16
+fails(lambda: CudaDriver.of_uuid("a2" * 16), "none of the 2 GPUs that this process sees has the uuid a2")
 use(driver)
 thread = threading.Thread(target=use, args=[driver])  # whose current context is another
 thread.start()
