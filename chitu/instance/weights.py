@@ -69,6 +69,8 @@ class WeightsKeeper:
         self._reading: Weights | None = None
         """What the loader reads or has read."""
         self._read: ReadWeights | None = None
+        self._unreadable: Weights | None = None
+        """What the cluster serves, if it could not be read here the last time."""
         self._retry_s = 0.0
 
     def set_order(self, order: WeightsOrder) -> None:
@@ -92,6 +94,8 @@ class WeightsKeeper:
         self._set_report(self.report)
         is_due = order.serve.age > self.serves.age
         self.accepts = -1 if is_due else self.serves.number
+        if is_due and self._unreadable == order.serve and order.prepare is not None:
+            is_due = False  # the cluster goes on to others, which may be there: a trainer's memory has only the newest
         wanted = order.serve if is_due else order.prepare
         if wanted is None or (not is_due and wanted.number <= self.serves.number):
             if self._reading is not None:
@@ -118,6 +122,7 @@ class WeightsKeeper:
             )
             self._note_read(wanted, read)
         self.is_settled = False
+        self._unreadable = wanted if read.error else None
         if not read.error:
             return wanted
         if self._clock.monotonic() >= self._retry_s:

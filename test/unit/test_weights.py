@@ -340,6 +340,28 @@ def test_an_instance_that_cannot_read_what_the_cluster_serves_gets_no_request_an
     assert world.core.weights.missing() == [] and len(Candidates.in_view(world.core.view).decode) == 2
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_an_instance_that_cannot_read_what_the_cluster_serves_takes_part_in_the_next_change(is_mixed: bool) -> None:
+    """A trainer's memory has the newest weights alone, and an instance that starts again is behind."""
+    world = World(5)
+    world.begin()
+    world.settle()
+    world.kill(2)
+    world.instances[2].loader.folders = {"/newer": "hash of newer"}
+    world.settle()
+    assert world.core.weights.missing() == ["D1 (/new does not exist)"]
+    failing = world.begin("/nowhere", is_mixed)
+    world.settle()
+    assert failing.phase == "failed" and world.core.weights.missing() == ["D1 (/new does not exist)"]
+    change = world.begin("/newer", is_mixed)
+    for _ in range(400):
+        world.step()
+        world.check() if not is_mixed else None
+    world.settle()
+    assert change.phase == "done" and {serves.path for serves in world.served()} == {"/newer"}
+    assert world.core.weights.missing() == [] and all(i.loader.serves == "/newer" for i in world.instances)
+
+
 def test_an_instance_never_goes_back_to_older_weights_and_takes_no_request_for_those_it_leaves() -> None:
     """A new router may first hear of an instance that has older ones than this."""
     keeper = WeightsKeeper(loader := FakeLoader(), FakeClock())
