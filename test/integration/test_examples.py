@@ -36,7 +36,7 @@ CLIENTS = {
     "curl.sh": ('"id":"chitu-tiny"', "The green bridge has number 6200.", "data: [DONE]", '"status":"ok"'),
 }
 """Part of the expected output of each client."""
-OTHERS = {"page_store.py", "README.md", "image.py", "slurm/serve.sbatch"}
+OTHERS = {"page_store.py", "README.md", "image.py", "trainer.py", "slurm/serve.sbatch"}
 
 
 @pytest.fixture(scope="module")
