@@ -154,7 +154,7 @@ class PDCoordination:
         """Members of each group that are here, by its id and by data rank."""
         self._doomed: dict[int, InstanceInfo] = {}
         """Lost members of a group of which a process has died, by incarnation: it is not known yet that they ended,
-        too."""
+        too. They will, so they do not join again."""
         self._moved: dict[tuple[Role, int], _Member] = {}
         """Members that changed their role, by the place in which they were started."""
         self._reserved: dict[tuple[Role, int], int] = {}
@@ -206,6 +206,9 @@ class PDCoordination:
     def on_message(self, message: MemberMessage, identity: bytes = b"") -> CoordinationReply | None:
         """Handle one message of an instance; return the reply, if it has one."""
         if isinstance(message, Join):
+            if self.is_doomed(message.instance.incarnation):
+                logger.info("%s does not join again: a process of its group has ended", message.instance.name)
+                return None
             try:
                 self._join(message, identity)
             except Capacity as error:  # this process has no socket left; the instance asks again
@@ -502,7 +505,6 @@ class PDCoordination:
             self._moved[home] = member
         if info.group is not None:
             self._groups.setdefault(info.group.id, {})[info.group.rank] = member
-        self._doomed.pop(info.incarnation, None)
         self._kinds.add(info)
         if becomes is not None:
             self._reserved[becomes] = info.incarnation

@@ -245,10 +245,13 @@ def test_a_death_is_one_of_the_group_and_proves_nothing_of_the_other_processes()
     cluster.beat(ALONE)
     cluster.core.tick()
     assert cluster.core.view.dead == (D0.incarnation,) and cluster.core.is_doomed(D1.incarnation)
+    assert cluster.core.on_message(Join(PROTOCOL_VERSION, D1)) is None, "it sees a view without itself before it ends"
+    assert "D1" not in cluster.status
     cluster.core.on_death(D, 1, D1.incarnation)
     cluster.clock.advance(LINGER_S)
     cluster.core.tick()
     assert cluster.core.view.dead == (D0.incarnation, D1.incarnation) and not cluster.core.is_doomed(D1.incarnation)
+    assert cluster.core.metrics().deaths == {"D0": 1}
 
 
 def test_a_launcher_reports_the_ends_of_all_members() -> None:
