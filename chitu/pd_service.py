@@ -2,7 +2,8 @@
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
 (copies between pool and host memory, if `cache.host_bytes` is set), `images` (files and patches of images, if the model
-has vision), `kv-events` (if it publishes them) and `heartbeat` (lease and load). The main thread builds everything,
+has vision), `kv-events` (if it publishes them), `weights-share` (if it sends its weights to instances that load) and
+`heartbeat` (lease and load). The main thread builds everything,
 then waits for a signal. Ports are bound before the model loads, so a clash is found within a second. The instance joins
 the router after the warm-up, so no request arrives before it can be served.
 
@@ -37,6 +38,7 @@ from chitu.instance.role_change import QUIET_S, ChangeStep, QuietTime, RoleChang
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import join_orders
+from chitu.instance.weights_share import WeightsShare
 from chitu.kv_transfer.alone import PullingAlone
 from chitu.kv_transfer.kv_manager import KVManager, TransferSide
 from chitu.kv_transfer.pulling import PullingSender
@@ -95,10 +97,11 @@ class PDSchedulerService:
         build: Build,
         begin_end: Callable[[bool], Callable[[], bool | None]] | None = None,
         images: ImageThread | None = None,
+        share: WeightsShare | None = None,
     ) -> None:
         """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
         step thread, as `images` does. `begin_end`: that of its group (`member_group.py`), if it is in one. `images`:
-        None if requests have none here."""
+        None if requests have none here. `share`: None if it sends its weights to nobody."""
         self._deadlines = settings.deadlines
         self._comm = comm
         comm.on_profile = self._on_profile
@@ -126,6 +129,7 @@ class PDSchedulerService:
         self._build = build
         self._begin_end = begin_end
         self._images = images
+        self._share = share
         tokens = self._make_tokens(info)
         self._core = core = InstanceCore(
             *(settings, engine, tokens, self._report_failure, RealClock(), comm.tracer),
@@ -211,6 +215,8 @@ class PDSchedulerService:
         if self._images is not None:
             self._images.start()
         self._life.transfer.start()
+        if self._share is not None:
+            self._share.start(ServiceThread, lambda: self._scheduler.is_idle)
         for thread in threads:
             thread.start()
         self._stop.wait()
@@ -227,6 +233,8 @@ class PDSchedulerService:
         self._leave()
         if self._images is not None:
             self._images.close()
+        if self._share is not None:
+            self._share.close()
         for thread in threads:
             thread.join(timeout=2.0)
         if self._engine.events is not None:

@@ -56,6 +56,10 @@ class ModelConfig(Section, frozen=True):
     weights: WeightForm = "keep"
     """Quantised weights. `keep`: as small as they are stored, where kernels compute with such: most forms on CPUs with
     a C compiler; on GPUs those of 4 bits, and FP8 from compute capability 8.9 on. `dequantise`: numbers of `dtype`."""
+    weights_from: Literal["folder", "neighbour", "auto"] = "folder"
+    """Where an instance reads the bytes of its weights. `folder`: from `path`. `neighbour`: from an instance of the
+    cluster that serves the same ones, and from `path` what none has. `auto`: from the quicker of both, as it measures
+    while it reads. With the last two it also sends weights to others (docs/weights.md)."""
     images: Literal["auto", "off"] = "auto"
     """`auto`: requests may have images, if the model has a vision tower that the installed transformers computes.
     `off`: only the text part is loaded."""

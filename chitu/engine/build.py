@@ -64,7 +64,8 @@ from chitu.models.families import traits_of
 from chitu.models.layers import DecoderModel, Shard, Spread
 from chitu.models.lora import load_adapters
 from chitu.models.model import Model, vision_of
-from chitu.models.weights import WeightSource
+from chitu.models.served_folder import ServedFolder
+from chitu.models.weights import OpenPieces, Pieces, WeightSource, opened_pieces
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import usable_cores
 from chitu.ops.interface import Ops
@@ -126,15 +127,16 @@ def load_model(
     spread: Spread | None = None,
     weights: WeightForm = "keep",
     images: bool = False,
+    pieces: Pieces | None = None,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
     `read_model_spec`. `window_state` as in `CacheConfig`. `drafts`: load the layer that drafts, too. `spread`: load
     this rank's own experts alone. `weights`: `model.weights`. `images`: load what makes features of images, too,
-    if it can be used. `spec`: what the folder and these options give, if it is known. Without `ops`: the fastest
-    implementation for this device and dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be served,
-    before reading weights if possible.
+    if it can be used. `pieces`: asked for bytes of the folder's files before these. `spec`: what the folder and these
+    options give, if it is known. Without `ops`: the fastest implementation for this device and dtype. Raises
+    ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
     if spec is None:
         spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
@@ -144,7 +146,7 @@ def load_model(
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
     keeps = chosen.keeps if weights == "keep" else None
     source = WeightSource(
-        path, torch_dtype, target, progress, spec.quantization, keeps=keeps, prefix=spec.tensor_prefix
+        path, torch_dtype, target, progress, spec.quantization, keeps=keeps, prefix=spec.tensor_prefix, pieces=pieces
     )
     with torch.inference_mode(), source as opened:
         if spec.code == "transformers":
@@ -228,6 +230,7 @@ class _Target:
     kv_dtype: str
     layout: KVLayout
     adapters: tuple[AdapterSpec, ...]
+    open_pieces: OpenPieces | None = None
 
     @property
     def is_main(self) -> bool:
@@ -238,11 +241,18 @@ class _Target:
         return self.topology.cache.window_state
 
 
-def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
-    """Build one rank. Only rank 0 samples and has aux rows for logits. Raises ConfigError if it cannot be served."""
+def build_rank(
+    topology: Topology,
+    instance: Instance,
+    tp_rank: int,
+    progress: BuildProgress,
+    open_pieces: OpenPieces | None = None,
+) -> RankEngine:
+    """Build one rank. Only rank 0 samples and has aux rows for logits. `open_pieces`: opens what is asked for bytes of
+    weights before their files. Raises ConfigError if it cannot be served."""
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
-    target = _target(topology, instance, tp_rank)
+    target = replace(_target(topology, instance, tp_rank), open_pieces=open_pieces)
     config, path = instance.config, topology.model.path
     sizes, is_spread = (config.dp_size, config.tp_size), config.experts == "spread"
     places = instance.data_rank, tp_rank
@@ -330,19 +340,21 @@ def _load(
 ) -> Model:
     """Read the weights and adapters. Raises Internal if an adapter is not the one that the layout names."""
     config, spec, dtype = target.topology.model, target.spec, TORCH_DTYPES[target.dtype]
-    model = load_model(
-        config.path,
-        config.dtype,
-        str(target.device),
-        loading,
-        ops=select_ops(target.device, dtype, config.prefill_attention == "paged"),
-        shard=group,
-        adapters=target.adapters,
-        spec=spec,
-        spread=experts,
-        weights=config.weights,
-        images=config.images == "auto",
-    )
+    with opened_pieces(target.open_pieces, config.path, target.layout.model_hash) as pieces:
+        model = load_model(
+            config.path,
+            config.dtype,
+            str(target.device),
+            loading,
+            ops=select_ops(target.device, dtype, config.prefill_attention == "paged"),
+            shard=group,
+            adapters=target.adapters,
+            spec=spec,
+            spread=experts,
+            weights=config.weights,
+            images=config.images == "auto",
+            pieces=pieces,
+        )
     if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")
     return model
@@ -424,7 +436,8 @@ def _assemble(
     images = image_table(model, rows, pool.device, features)
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps, images=images)
-    weights = RankWeights(_weights_source(target, model, group, experts), runner)
+    served = ServedFolder(path, layout.model_hash, stamp)
+    weights = RankWeights(_weights_source(target, model, group, experts), runner, served)
     lane = None
     if num_lanes(topology.scheduler, target.instance) == 2:
         runner.use_lanes(threads)
@@ -467,21 +480,23 @@ def _weights_source(
     # Others have their own operations.
     own_ops = model.ops if target.device.type == "cuda" and isinstance(model, DecoderModel) else None
 
-    def load_into_host_memory(folder: str) -> Model:
-        return load_model(
-            folder,
-            target.dtype,
-            "cpu",
-            max_model_len=spec.max_model_len,
-            ops=own_ops,
-            shard=group,
-            code=spec.code,
-            window_state=target.window_state,
-            drafts=spec.has_draft_layer,
-            spread=experts,
-            weights=target.topology.model.weights,
-            images=vision_of(model) is not None,
-        )
+    def load_into_host_memory(folder: str, found: str) -> Model:
+        with opened_pieces(target.open_pieces, folder, found) as pieces:
+            return load_model(
+                folder,
+                target.dtype,
+                "cpu",
+                max_model_len=spec.max_model_len,
+                ops=own_ops,
+                shard=group,
+                code=spec.code,
+                window_state=target.window_state,
+                drafts=spec.has_draft_layer,
+                spread=experts,
+                weights=target.topology.model.weights,
+                images=vision_of(model) is not None,
+                pieces=pieces,
+            )
 
     path = target.topology.model.path
     return WeightsSource(path, spec, load_into_host_memory, bool(target.adapters), target.window_state)

@@ -25,7 +25,7 @@ from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.feature_mark import feature_mark
 from chitu.models.generic.vision import Vision
 from chitu.models.tensors import copy_numbers
-from chitu.models.weights import WeightSource
+from chitu.models.weights import OpenPieces, Pieces, WeightSource, opened_pieces
 from chitu.net.control_groups import usable_cores
 from chitu.ops.image_rows import ImageTable
 from chitu.types import Ready
@@ -91,9 +91,11 @@ class TowerEncoder:
         self.pool.name_row(slot, key, mark)
 
 
-def build_encoder(topology: Topology, instance: Instance, progress: BuildProgress) -> TowerEncoder:
-    """Read the tower of `model.path` and allocate the rows. Raises ConfigError (UnsupportedModel) if the model has
-    none that can be used."""
+def build_encoder(
+    topology: Topology, instance: Instance, progress: BuildProgress, open_pieces: OpenPieces | None = None
+) -> TowerEncoder:
+    """Read the tower of `model.path` and allocate the rows. `open_pieces` as of `build_rank`. Raises ConfigError
+    (UnsupportedModel) if the model has none that can be used."""
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
     device = torch.device(instance.config.devices[MAIN_RANK])
@@ -106,30 +108,38 @@ def build_encoder(topology: Topology, instance: Instance, progress: BuildProgres
         raise ConfigError(f"{instance.key}: {spec.architecture} has no vision tower that an E could serve")
     dtype = resolve_dtype(topology.model.dtype, spec, device)
     progress.state("loading")
-    model = load_tower(path, spec, TORCH_DTYPES[dtype], device, progress.loading)
+    found = model_hash(path, spec.code)
+    with opened_pieces(open_pieces, path, found) as pieces:
+        model = load_tower(path, spec, TORCH_DTYPES[dtype], device, progress.loading, pieces)
     num_rows, shape = num_image_rows(topology.cache, spec), model.vision.shape
-    pool = FeaturePool(feature_layout(model_hash(path, spec.code), shape.width, dtype), num_rows, str(device))
+    pool = FeaturePool(feature_layout(found, shape.width, dtype), num_rows, str(device))
     table = ImageTable(
         shape, num_rows, TORCH_DTYPES[dtype], device, lambda values: upload_tensor(values, device), pool.features
     )
     logger.info("%d rows for features of images, %d bytes each", num_rows, pool.page_bytes[0])
     encoder = TowerEncoder(model, pool, table, spec.max_model_len, threads, feature_mark(model.tensors))
 
-    def load_into_host_memory(folder: str) -> LoneTower:
-        return load_tower(folder, spec, TORCH_DTYPES[dtype], torch.device("cpu"), lambda done, total: None)
+    def load_into_host_memory(folder: str, found: str) -> LoneTower:
+        with opened_pieces(open_pieces, folder, found) as pieces:
+            return load_tower(folder, spec, TORCH_DTYPES[dtype], torch.device("cpu"), lambda done, total: None, pieces)
 
     encoder.weights = RankWeights(WeightsSource(path, spec, load_into_host_memory, False, False), encoder)
     return encoder
 
 
 def load_tower(
-    path: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, report: Callable[[int, int], None]
+    path: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[int, int], None],
+    pieces: Pieces | None = None,
 ) -> LoneTower:
     """Read the tower of a folder whose model is of this kind. `report`: gets how many bytes are read, and of how
-    many."""
+    many. `pieces`: asked for bytes before the files."""
     from chitu.models.generic.model import build_tower  # transformers' modules: seconds and memory
 
-    source = WeightSource(path, dtype, device, report, spec.quantization, prefix=spec.tensor_prefix)
+    source = WeightSource(path, dtype, device, report, spec.quantization, prefix=spec.tensor_prefix, pieces=pieces)
     with torch.inference_mode(), source as opened:
         tower = build_tower(path, spec, dtype, device, opened)
     return LoneTower(tower, dtype, tower.tensors())

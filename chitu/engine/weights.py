@@ -27,6 +27,7 @@ from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.feature_mark import feature_mark
 from chitu.models.model import vision_of
+from chitu.models.served_folder import ServedFolder
 from chitu.models.tensors import tensors_of, why_unlike
 from chitu.models.window_state import with_window_state
 
@@ -43,6 +44,7 @@ class _Reading:
 
     thread: Thread | None = None
     model: Any = None
+    folder: ServedFolder | None = None
     result: ReadWeights | None = None
 
 
@@ -53,8 +55,8 @@ class WeightsSource:
     path: str
     """Folder that the instance was started with: it has the tokenizer."""
     spec: ModelSpec
-    load: Callable[[str], Any]
-    """Loads a folder like it, into host memory: what `Changeable.change_model` takes."""
+    load: Callable[[str, str], Any]
+    """Loads a folder like it, with this `model_hash`, into host memory: what `Changeable.change_model` takes."""
     has_adapters: bool
     window_state: bool
 
@@ -75,9 +77,12 @@ class Changeable(Protocol):
 class RankWeights:
     """A `WeightsLoader` of one rank."""
 
-    def __init__(self, source: WeightsSource, runner: Changeable) -> None:
+    def __init__(self, source: WeightsSource, runner: Changeable, served: ServedFolder | None = None) -> None:
         self._source = source
         self._runner = runner
+        self.served = served
+        """Folder of the weights that serve, for others that want the same; any thread reads it. None: not known, or
+        they are in none."""
         self.fingerprint: Callable[[str, str], bytes | None] = lambda path, found: None
         """Called on the reading thread with a folder and its hash, for the keys of cached pages."""
         self.wake: Callable[[], None] = lambda: None
@@ -103,6 +108,7 @@ class RankWeights:
         assert self._reading is not None and self._reading.model is not None
         with torch.inference_mode():
             self._runner.change_model(self._reading.model)
+        self.served = self._reading.folder
         self.drop()
 
     def drop(self) -> None:
@@ -114,7 +120,7 @@ class RankWeights:
             stamp = weights_stamp(path)
             found = model_hash(path, self._source.spec.code)
             self._check(path)
-            model = self._source.load(path)
+            model = self._source.load(path, found)
             if why := why_unlike(self._runner.model, model):
                 raise ConfigError(f"{path}: {why}")
             fingerprint = self.fingerprint(path, found)
@@ -122,6 +128,7 @@ class RankWeights:
                 raise ConfigError(f"{path}: its files were written while they were read")
             tower = vision_of(model)
             mark = b"" if tower is None else feature_mark(tower.tensors())
+            reading.folder = ServedFolder(path, found, stamp)
             reading.model, reading.result = model, ReadWeights(found, "", fingerprint, mark)
         except ChituError as error:
             reading.result = ReadWeights(error=error.message)

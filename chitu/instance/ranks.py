@@ -23,6 +23,7 @@ from chitu.engine.process_watch import Lifeline, explaining
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.tp_executor import run_follower
 from chitu.errors import ChituError
+from chitu.instance.neighbours import pieces_of
 from chitu.known_types import known
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
@@ -76,7 +77,7 @@ class _Silent:
 def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports: OpenTransports) -> int:
     """Run a follower from start to end; return the exit code."""
     silent: BuildProgress = _Silent()
-    engine = build_rank(topology, instance, tp_rank, silent)
+    engine = build_rank(topology, instance, tp_rank, silent, pieces_of(topology, instance))
     assert engine.group is not None
     transports: list[Transport] = []
     memory: RankMemory | None = None

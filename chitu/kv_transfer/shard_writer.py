@@ -447,7 +447,7 @@ def open_shards(
             state_parts = state_slices(layout, tp_rank, info.layout.tp_size, rank.tp_rank)
             if any(parts) or state_parts:
                 pairs = pair_regions(memory, rank, parts)
-                way = _connect(rank, transports, info.incarnation)
+                way = connect_to(rank, transports, info.incarnation)
                 connections.append(RankConnection(pairs, *way, state_parts))
     except ChituError:
         ShardWriter(layout, connections).close()
@@ -468,7 +468,7 @@ def page_slices(
     return parts
 
 
-def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:
+def connect_to(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:
     """Connect through the first of our transports (in order of preference) that the rank offers and that works. Raises
     PeerUnreachable if one may work later, and TransferFailed if none ever will."""
     reasons: list[str] = []

@@ -17,13 +17,16 @@ for a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from chitu.config.model_files import TENSORS_MANIFEST
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.byte_sources import ByteSource, Seal, read_sealed
 from chitu.models.checkpoint import Entry, TensorEntry, open_bytes, read_entries
@@ -61,13 +64,52 @@ class Stored:
     seal: Seal | None = None
 
 
+class Pieces(Protocol):
+    """Another place for the bytes of the folder's files."""
+
+    def read_into(self, buffer: memoryview, file: str, offset: int, ahead: int) -> int:
+        """Fill the beginning of a buffer with bytes of the file of this name; return how many, 0 if it has none. The
+        rest is read from the folder. `ahead`: bytes right behind these that are wanted next. Raises nothing."""
+        ...
+
+    def on_file_read(self, num_bytes: int, seconds: float) -> None:
+        """Note that so many bytes were read from the folder, in this time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenPieces = Callable[[str, str], Pieces]
+"""Opens the other place for a folder and its `model_hash`."""
+
+
+@contextmanager
+def opened_pieces(opens: OpenPieces | None, path: str, model_hash: str) -> Iterator[Pieces | None]:
+    """Open the other place for the time of a load, if there is one: folders with a manifest have tensors in places of
+    their own, which may be anywhere in others of their hash."""
+    is_plain = not (Path(path) / TENSORS_MANIFEST).exists()
+    pieces = opens(path, model_hash) if opens is not None and is_plain else None
+    try:
+        yield pieces
+    finally:
+        if pieces is not None:
+            pieces.close()
+
+
 class TensorFiles:
-    """Open files, with their tensors by name. Raises ConfigError as `read_entries` does."""
+    """Open files, with their tensors by name. `pieces`: asked for bytes before the files. Raises ConfigError as
+    `read_entries` does."""
 
     def __init__(
-        self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES, prefix: str = ""
+        self,
+        files: Sequence[Path],
+        device: torch.device,
+        staging_bytes: int = STAGING_BYTES,
+        prefix: str = "",
+        pieces: Pieces | None = None,
     ) -> None:
         self._device = device
+        self._pieces = pieces
         self._staging_bytes = staging_bytes
         self._opened: dict[object, ByteSource] = {}
         self._staging: torch.Tensor | None = None
@@ -121,16 +163,29 @@ class TensorFiles:
         row_bytes = math.prod(width) * stored.dtype.itemsize
         begin = stored.offset + rows.start * row_bytes
         if self._device.type == "cpu" and dtype == stored.dtype and columns is None:
-            _fill(out, stored, begin)
+            self._fill(out, stored, begin, 0)
             return out if stored.shape else out[0]
         at_once = max(1, self._staging_bytes // max(1, row_bytes))
         for first in range(0, len(rows), at_once):
             count = min(at_once, len(rows) - first)
             piece = self._stage(count * row_bytes).view(stored.dtype).view(count, *width)
-            _fill(piece, stored, begin + first * row_bytes)
+            self._fill(piece, stored, begin + first * row_bytes, (len(rows) - first - count) * row_bytes)
             chosen = piece if columns is None else piece[:, columns.start : columns.stop]
             out[first : first + count].copy_(chosen)  # done when it returns, so the buffer is free again
         return out if stored.shape else out[0]
+
+    def _fill(self, target: torch.Tensor, stored: Stored, offset: int, ahead: int) -> None:
+        """Fill a contiguous tensor on the host with bytes from the file's `offset` on. `ahead`: as of `Pieces`."""
+        buffer: memoryview = target.view(-1).view(torch.uint8).numpy().data
+        if stored.seal is not None:
+            read_sealed(stored.source, stored.seal, buffer, offset)
+            return
+        done = self._pieces.read_into(buffer, stored.path.name, offset, ahead) if self._pieces is not None else 0
+        if done < len(buffer):
+            begun_s = time.monotonic()
+            stored.source.read_into(buffer[done:], offset + done)
+            if self._pieces is not None:
+                self._pieces.on_file_read(len(buffer) - done, time.monotonic() - begun_s)
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         if self._staging is None or self._staging.numel() < nbytes:
@@ -152,15 +207,6 @@ def _stored(entry: Entry, source: ByteSource) -> Stored:
 def _groups(numbers: range, size: int) -> range:
     """Return the groups of `size` numbers that these numbers touch."""
     return range(numbers.start // size, -(-numbers.stop // size))
-
-
-def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
-    """Read bytes from the file's `offset` on into a contiguous tensor on the host."""
-    buffer: memoryview = target.view(-1).view(torch.uint8).numpy().data
-    if stored.seal is None:
-        stored.source.read_into(buffer, offset)
-    else:
-        read_sealed(stored.source, stored.seal, buffer, offset)
 
 
 Progress = Callable[[int, int], None]
@@ -188,9 +234,11 @@ class WeightSource:
         piece_numbers: int = PIECE_NUMBERS,
         keeps: Keeps | None = None,
         prefix: str = "",
+        pieces: Pieces | None = None,
     ) -> None:
         """Open the files. `keeps`: of the operations, which then get matrices as small as they are stored. `prefix`:
-        see `read_entries`. Raises ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
+        as of `read_entries`. `pieces`: asked for bytes before the files. Raises ConfigError or UnsupportedModel if
+        tensors do not fit `quantization`."""
         self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
         self._done, self._piece_numbers, self._keeps = 0, piece_numbers, keeps
         files = weight_files(path)
@@ -199,7 +247,7 @@ class WeightSource:
         self._packed, self._small, self._shapes = logical.packed, logical.kept, logical.shapes
         self._may_have_idle_biases = quantization is not None and quantization.method == "gptq"
         self._total = sum(entry.num_bytes for entry in entries.values())
-        self._files = TensorFiles(files, device, prefix=prefix)
+        self._files = TensorFiles(files, device, prefix=prefix, pieces=pieces)
         self._left = set(self._shapes)
 
     def __enter__(self) -> WeightSource:

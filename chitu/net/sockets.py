@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket as plain_sockets
 from typing import Protocol
 
 import zmq
@@ -30,6 +31,8 @@ bit in the length of a frame, if it passes TCP's checksum, makes the rest of the
 that takes so long, 7 MB at one megabit per second, does not arrive."""
 CONNECT_TIMEOUT_MS = 2_000
 """A connection attempt that takes longer is repeated: TCP's own next try may be a minute away."""
+LOOK_S = 0.2
+"""Time within which a process on a near host accepts a connection."""
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
 HANDSHAKE_MS = 3_000
@@ -127,6 +130,14 @@ def connect(
         socket.close()
         raise BadFrame(f"{host!r}:{port} is no address: {error}") from error
     return socket
+
+
+def listens(host: str, port: int, timeout_s: float = LOOK_S) -> bool:
+    """Return whether a process takes connections there: sockets that `connect` opens wait for one that does not."""
+    with contextlib.suppress(OSError):
+        plain_sockets.create_connection((host.strip("[]"), port), timeout_s).close()
+        return True
+    return False
 
 
 class PushPort(Protocol):

@@ -552,6 +552,8 @@ class InstanceInfo(Wire, frozen=True):
     """Release that it runs; empty before version 21."""
     revision: str = ""
     """Label of its image, weights or configuration, within which requests are paired; empty: it fits each."""
+    weights_port: int = 0
+    """Port on which it sends pieces of its weights (`protocol/neighbour.py`); 0: it sends none."""
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ class Added(NamedTuple):
 
 
 ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
-    InstanceInfo: {"protocol": Added(21), "release": Added(21), "revision": Added(21)},
+    InstanceInfo: {"protocol": Added(21), "release": Added(21), "revision": Added(21), "weights_port": Added(21)},
     FetchImage: {"start": Added(21), "most_bytes": Added(21)},
     ImageFile: {"start": Added(21), "num_bytes": Added(21)},
     ImagePart: {"time": Added(21, _VIDEO), "continues": Added(21, _VIDEO)},

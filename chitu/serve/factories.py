@@ -66,15 +66,17 @@ class BuiltEncoder(FeatureMaker, Protocol):
 def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> BuiltRank:
     """Build the rank. Imports torch only now, after the configuration has been checked."""
     from chitu.engine.build import build_rank
+    from chitu.instance.neighbours import pieces_of
 
-    return build_rank(topology, instance, tp_rank, progress)
+    return build_rank(topology, instance, tp_rank, progress, pieces_of(topology, instance))
 
 
 def build_real_encoder(topology: Topology, instance: Instance, progress: ProgressWriter) -> BuiltEncoder:
     """Build what an E computes with. Imports torch only now."""
     from chitu.engine.encoder import build_encoder
+    from chitu.instance.neighbours import pieces_of
 
-    return build_encoder(topology, instance, progress)
+    return build_encoder(topology, instance, progress, pieces_of(topology, instance))
 
 
 @dataclass(frozen=True, slots=True)

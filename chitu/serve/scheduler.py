@@ -47,6 +47,7 @@ from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.instance.neighbours import share_of
 from chitu.instance.profiling import Profiler, Profiling
 from chitu.kv_cache.kv_events import KVEventFeed
 from chitu.kv_cache.pool import shared_file
@@ -256,7 +257,10 @@ def _build(
     compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, features, factories)
     settings, begin_end = _settings(topology, instance), group.begin_end if group is not None else None
     images = image_thread(topology, comm, waker) if rank.runner.info.image_rows else None
-    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images)
+    share = share_of(topology, instance, comm.context, rank.weights)
+    if share is not None:
+        info = msgspec.structs.replace(info, weights_port=share.port)
+    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build, begin_end, images, share)
 
 
 def _profiling(topology: Topology, rank: BuiltRank) -> Profiling:
