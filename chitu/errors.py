@@ -9,10 +9,10 @@ ChituError
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
 |   |-- Forbidden  UnknownInstance  UnknownRequest  LastInstance  UnknownFile  InUse
-|   `-- WeightsRefused  RoleRefused
+|   `-- WeightsRefused  RoleRefused  SleepRefused
 |-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
-|   |-- RequestKept  WeightsChanged  RoleChanged
+|   |-- RequestKept  WeightsChanged  RoleChanged  Asleep
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed (PeerUnreachable)  TransferTimeout  TransferStalled  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest  DiskFull
@@ -172,9 +172,22 @@ class WeightsRefused(RequestError):
     http_status = 409
 
 
+class SleepRefused(RequestError):
+    """The cluster cannot sleep now, or was woken before it slept (admin route)."""
+
+    code = "sleep_refused"
+    http_status = 409
+
+
 class ServiceError(ChituError):
     http_status = 503
     retryable = True
+
+
+class Asleep(ServiceError):
+    """The cluster sleeps, and was told to stay so whatever requests come."""
+
+    code = "asleep"
 
 
 class Capacity(ServiceError):

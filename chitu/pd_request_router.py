@@ -24,6 +24,7 @@ import msgspec
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import (
+    Asleep,
     ChituError,
     InvalidRequest,
     NoInstance,
@@ -59,6 +60,7 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 DECODE = GenerationState.DECODE
+ASLEEP = "the cluster sleeps, and no request wakes it (POST /admin/wake does)"
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Decodes without `token_codec`'s size check (the socket has that bound) and error names: it runs for every frame."""
 
@@ -105,6 +107,8 @@ class PDRequestRouter:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._released: asyncio.Event | None = None
         """Set when new requests need not wait any more; None while they need not."""
+        self._is_asleep = False
+        """Whether the cluster sleeps whatever requests come."""
         self._end_error: ChituError | None = None
         """Error of those that wait, once the process ends."""
         self._weights = 0
@@ -159,7 +163,7 @@ class PDRequestRouter:
 
     def why_unusable(self) -> str:
         """Return a clause on why no request can be served now; empty if one can."""
-        return self._members.why_unusable()
+        return ASLEEP if self._is_asleep else self._members.why_unusable()
 
     @property
     def in_flight(self) -> int:
@@ -266,14 +270,15 @@ class PDRequestRouter:
 
     async def released(self, count: int, num_tokens: int, timeout_s: float | None) -> None:
         """Wait until new requests may start: `count` choices with `num_tokens` prompt tokens in all. They count against
-        the bounds meanwhile. Raises as `require_room_for`, RequestTimeout after `timeout_s`."""
+        the bounds meanwhile. Raises as `require_room_for`, RequestTimeout after `timeout_s`, Asleep if no request wakes
+        the cluster."""
         attempts, limit_s = self._attempts, min(self._timeout_s, timeout_s or self._timeout_s)
         attempts.require_room(count, num_tokens)
         attempts.num_held += count
         attempts.num_held_tokens += num_tokens
         try:
             async with asyncio.timeout(limit_s):
-                while self._released is not None and self._end_error is None:
+                while self._released is not None and self._end_error is None and not self._is_asleep:
                     await self._released.wait()
         except TimeoutError:
             raise RequestTimeout(
@@ -284,6 +289,13 @@ class PDRequestRouter:
             attempts.num_held_tokens -= num_tokens
         if self._end_error is not None:
             raise self._end_error
+        if self._is_asleep:
+            raise self.rejected(Asleep(ASLEEP), count)
+
+    @property
+    def num_awaiting(self) -> int:
+        """Requests that wait until new ones may start: in `released`, or for an instance that refused them."""
+        return self._attempts.num_held + len(self._attempts.deferred)
 
     @property
     def num_held(self) -> int:
@@ -483,6 +495,10 @@ class PDRequestRouter:
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; new requests are routed by it at once."""
         self._members.on_view(view)
+        self._is_asleep = bool(view.weights.pause.sleep and view.weights.pause.stays)
+        if self._is_asleep and self._released is not None:
+            self._released.set()  # those that wait already are refused, too
+            self._released = asyncio.Event()
         if view.weights.holds and self._released is None:
             self._released = asyncio.Event()
         elif not view.weights.holds and self._released is not None:

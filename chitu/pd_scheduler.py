@@ -32,7 +32,7 @@ from chitu.instance.roles import InstanceRole, Step
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceState
 from chitu.instance.step_faults import StepFaults
 from chitu.protocol import LoadReport, SchedulerMessage
-from chitu.protocol.weights import Weights
+from chitu.protocol.weights import SleepLevel, Weights
 from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
@@ -232,14 +232,19 @@ class PDScheduler:
 
     def _turn_weights(self) -> None:
         """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
-        change is mixed."""
+        change is mixed. Sleep once nothing at all is left here."""
         weights = self._due_weights()
+        if level := self.weights.sleep_due:
+            self._sleep(level)
+            return
         if weights is None:
             return
         self._sync_all()
+        are_same = self.weights.is_same(weights)
         fingerprint = self.weights.change(weights)
-        self._arrivals.flush_cache()
-        self._cache.use_fingerprint(fingerprint)
+        if not are_same:  # what disk, store and host memory have is of the same weights
+            self._arrivals.flush_cache()
+            self._cache.use_fingerprint(fingerprint)
         self._images.forget()
         self._core.engine.report_blocks(self._note_block)  # of another model, perhaps
         if not self.is_done:
@@ -248,6 +253,16 @@ class PDScheduler:
                     self._ends.send_tokens(sequence)
             self._tokens.flush(self._clock.monotonic())  # what was computed so far is still of the old ones
             self._tokens.note_weights(weights.model_hash)
+
+    def _sleep(self, level: SleepLevel) -> None:
+        """Give memory back, unless a peer may still access pages here: then it is due in a later turn."""
+        if not self.is_idle:
+            self.weights.is_settled = False
+            return
+        self._cache.flush()
+        self._images.forget()
+        self.weights.sleep(level)
+        self.weights.is_settled = False
 
     def _due_weights(self) -> Weights | None:
         """Return the weights to change to now. A member of a group offers to, and changes together with all others: to

@@ -25,9 +25,9 @@ from chitu.errors import InUse, InvalidRequest, LastInstance, UnknownInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
-from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, SleepState, WeightsState
 from chitu.protocol.profile import PROFILE_VERSION, ProfileOrder
-from chitu.protocol.weights import PauseMode
+from chitu.protocol.weights import PauseMode, SleepLevel
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
 
@@ -69,7 +69,9 @@ class Cluster:
         """When the last profile that was asked for here is over, on the loop's clock."""
 
     def tick(self) -> None:
-        """Have the balancer decide, if this is the first living router of the list: one of them changes the fleet."""
+        """Wake a cluster that sleeps if requests wait. Have the balancer decide, if this is the first living router of
+        the list: one of them changes the fleet."""
+        self._weights.wake_for(self._router.num_awaiting)
         if self._balancing is not None and self._membership.coordination.first_router == self._others.index:
             self._balancing.tick()
 
@@ -145,6 +147,12 @@ class Cluster:
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
         return await self._weights.pause(mode, timeout_s)
+
+    async def sleep(self, level: SleepLevel, timeout_s: float, *, stays: bool) -> SleepState:
+        return await self._weights.sleep(level, timeout_s, stays=stays)
+
+    async def wake(self, timeout_s: float) -> SleepState:
+        return await self._weights.wake(timeout_s)
 
     async def flush_caches(self) -> None:
         """Make every instance forget its cached prefixes, within about a heartbeat."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Literal
 
-from chitu.errors import RequestTimeout
+from chitu.errors import RequestTimeout, SleepRefused
 from chitu.pd_coordination import PDCoordination
-from chitu.protocol.admin import WeightsState
-from chitu.protocol.weights import PauseMode
+from chitu.protocol.admin import Sleeper, SleepState, WeightsState
+from chitu.protocol.weights import PauseMode, SleepLevel, WeightsReport
 from chitu.router.weights import WeightsChange
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,15 @@ class WeightsDriver:
         weights, view = self._coordination.weights, self._coordination.view
         found = next((info for info in view.instances if info.weights == weights.serve), None)
         model_hash = weights.serve.model_hash or (found.model_hash if found is not None else "")
-        return WeightsState(model_hash, weights.serve.path, weights.serve.number, weights.missing(), weights.pause)
+        word = weights.word
+        paused: PauseMode | Literal["sleep"] = "sleep" if word.sleep else word.mode
+        return WeightsState(model_hash, weights.serve.path, weights.serve.number, weights.missing(), paused)
+
+    def sleep_state(self) -> SleepState:
+        weights = self._coordination.weights
+        word, found = weights.word, weights.sleeping().items()
+        sleepers = [Sleeper(name, level, report.freed_bytes, report.keeps) for name, (level, report) in found]
+        return SleepState(word.sleep, not word.stays, sleepers, [] if word.sleep else weights.missing())
 
     async def change(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """Change to the weights in a folder. Return when all instances serve them, or after `timeout_s` if the change
@@ -67,6 +76,59 @@ class WeightsDriver:
                 raise RequestTimeout(f"requests still run after {timeout_s:g} s; new ones wait")
             await asyncio.sleep(POLL_S)
         return self.state()
+
+    async def sleep(self, level: SleepLevel, timeout_s: float, *, stays: bool) -> SleepState:
+        """Have all instances sleep at this level once nothing runs, and return when they do. Raises SleepRefused, with
+        all of them awake, if one cannot, or if a request or an operator wakes them before; RequestTimeout if they do
+        not sleep after `timeout_s`: then they will."""
+        weights, loop = self._coordination.weights, asyncio.get_running_loop()
+        said = weights.begin_sleep(level, stays=stays)
+        self._coordination.publish_weights()
+        logger.info("the cluster goes to sleep (level %d)", level)
+        end_s = loop.time() + timeout_s
+        while True:
+            found = weights.sleeping()
+            why = [f"{name}: {report.no_sleep}" for name, (_, report) in found.items() if report.no_sleep]
+            if why and weights.word == said:
+                weights.end_sleep(said)
+                self._coordination.publish_weights()
+                raise SleepRefused("; ".join(why))
+            if weights.word != said and not (weights.word.sleep and weights.word.age > said.age):
+                raise SleepRefused("a request, or an operator, woke the cluster before it slept")
+            if weights.is_pause_known and not self._in_flight() and all(at >= level for at, _ in found.values()):
+                return self.sleep_state()
+            if loop.time() > end_s:
+                raise RequestTimeout(f"not asleep after {timeout_s:g} s, but will be: {self._why_awake(found)}")
+            await asyncio.sleep(POLL_S)
+
+    def _why_awake(self, found: dict[str, tuple[SleepLevel, WeightsReport]]) -> str:
+        running = self._in_flight()
+        mine = [f"{running} requests of this router run"] if running else []
+        busy = [name for name, (at, report) in found.items() if not at and not report.is_drained]
+        idle = [name for name, (at, report) in found.items() if not at and report.is_drained]
+        theirs = [f"requests run on {', '.join(busy)}"] if busy else []
+        last = [f"{', '.join(idle)} wait for a peer, or for the others"] if idle else []
+        return "; ".join([*mine, *theirs, *last])
+
+    def wake_for(self, num_waiting: int) -> None:
+        """Wake the cluster if it sleeps, or is about to, while so many requests wait, and may be woken by them."""
+        if self._coordination.weights.wake_for(num_waiting):
+            logger.info("%d waiting requests wake the cluster", num_waiting)
+            self._coordination.publish_weights()
+
+    async def wake(self, timeout_s: float) -> SleepState:
+        """Have all instances wake, and return when they serve, or say that they cannot read their weights. Raises
+        RequestTimeout if they do not after `timeout_s`; they will."""
+        weights, loop = self._coordination.weights, asyncio.get_running_loop()
+        if weights.word.sleep:
+            weights.pause = ""
+            self._coordination.publish_weights()
+        end_s = loop.time() + timeout_s
+        while self._coordination.view.weights != weights.order or not weights.is_pause_known or weights.are_waking:
+            if loop.time() > end_s:
+                raise RequestTimeout(f"not awake after {timeout_s:g} s: {', '.join(weights.missing())}")
+            await asyncio.sleep(POLL_S)
+        return self.sleep_state()
 
     def _is_drained(self) -> bool:
         return not self._in_flight() and self._coordination.weights.is_drained

@@ -48,6 +48,7 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.rank_groups import Meeting, RankGroup, RankGroups, groups_of_rank
 from chitu.engine.rendezvous import Claim
 from chitu.engine.sampler import Sampler
+from chitu.engine.sleep import ON_GPU
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
@@ -436,14 +437,22 @@ def _assemble(
     images = image_table(model, rows, pool.device, features)
     steps = recording, prompts, mtp_tokens, decodes, experts, checks_rows, greedy_kernels(num_slots, pool)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, *steps, images=images)
-    served = ServedFolder(path, layout.model_hash, stamp)
-    weights = RankWeights(_weights_source(target, model, group, experts), runner, served)
+    served, pools = ServedFolder(path, layout.model_hash, stamp), (pool,) if features is None else (pool, features)
+    weights = RankWeights(_weights_source(target, model, group, experts), runner, served, pools)
+    weights.no_sleep = _no_sleep(target, groups)
     lane = None
     if num_lanes(topology.scheduler, target.instance) == 2:
         runner.use_lanes(threads)
         lane = runner
     parts = group, groups.members, pool, runner, threads, path, stamp, grammars, weights, lane, make_sampler
     return RankEngine(*parts, features)
+
+
+def _no_sleep(target: _Target, groups: RankGroups) -> str:
+    """Return why a rank cannot give its memory back; empty if it can."""
+    if target.device.type != "cpu":
+        return ON_GPU
+    return "members of a group (dp_size) do not sleep" if groups.members is not None else ""
 
 
 def greedy_kernels(num_slots: int, pool: KVPool) -> GreedyKernels | None:

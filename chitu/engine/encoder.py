@@ -17,6 +17,7 @@ from chitu.engine.batch import upload_tensor
 from chitu.engine.build import BuildProgress, resolve_dtype
 from chitu.engine.executor import EncodeImage
 from chitu.engine.memory_budget import num_image_rows
+from chitu.engine.sleep import ON_GPU
 from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError
 from chitu.kv_cache.feature_pool import FeaturePool, feature_layout
@@ -123,7 +124,9 @@ def build_encoder(
         with opened_pieces(open_pieces, folder, found) as pieces:
             return load_tower(folder, spec, TORCH_DTYPES[dtype], torch.device("cpu"), lambda done, total: None, pieces)
 
-    encoder.weights = RankWeights(WeightsSource(path, spec, load_into_host_memory, False, False), encoder)
+    source = WeightsSource(path, spec, load_into_host_memory, False, False)
+    encoder.weights = RankWeights(source, encoder, pools=(pool,))
+    encoder.weights.no_sleep = "" if device.type == "cpu" else ON_GPU
     return encoder
 
 

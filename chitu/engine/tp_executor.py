@@ -25,10 +25,11 @@ from chitu.engine.process_watch import Lifeline, ProcessWatch, explaining
 from chitu.engine.profiler import RankProfiler
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.weights import RankWeights
-from chitu.engine.weights_loader import ReadWeights
+from chitu.engine.weights_loader import GivenBack, ReadWeights
 from chitu.errors import Internal
 from chitu.known_types import known
 from chitu.net.threads import ServiceThread
+from chitu.protocol.weights import SleepLevel
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ END_TIMEOUT_S = 10.0
 """Time for the followers to receive the last order. They are idle by then."""
 
 
-WeightsCall = Literal["begin", "collect", "change", "drop"]
+WeightsCall = Literal["begin", "begin_again", "collect", "change", "drop", "sleep"]
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,7 +46,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     plan: StepPlan | None
     """Plan to run; None if the instance shuts down, or if the order is another one."""
     weights: tuple[WeightsCall, str] | None = None
-    """Call of the follower's `RankWeights`, with a path."""
+    """Call of the follower's `RankWeights`, with a path, or a level."""
     record: bool | None = None
     """Argument of the follower's `ModelRunner.record`."""
     profile: tuple[str, int] | None = None
@@ -157,6 +158,11 @@ class TensorParallelWeights:
         self._found = None
         self._own.begin(path)
 
+    def begin_again(self, path: str) -> None:
+        self._send("begin_again", path)
+        self._found = None
+        self._own.begin_again(path)
+
     def poll(self) -> ReadWeights | None:
         if self._found is None and self._own.poll() is not None:
             self._send("collect")
@@ -178,6 +184,14 @@ class TensorParallelWeights:
         self._own.drop()
         self._found = None
 
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        return self._own.why_no_sleep(level)
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        self._send("sleep", str(level))
+        self._found = None
+        return _slept(self._own, self._group, level)
+
     def _send(self, call: WeightsCall, path: str = "") -> None:
         self._group.send(_encoder.encode(StepOrder(None, (call, path))))
 
@@ -189,10 +203,23 @@ def _collected(weights: RankWeights, group: RankGroup) -> list[ReadWeights]:
     ]
 
 
+def _slept(weights: RankWeights, group: RankGroup, level: SleepLevel) -> GivenBack:
+    """Give memory back on every rank, and return what all have given. A collective operation."""
+    ranks = [
+        msgspec.msgpack.decode(each, type=known(GivenBack))
+        for each in group.collect(_encoder.encode(weights.sleep(level)))
+    ]
+    return GivenBack(sum(each.num_bytes for each in ranks), ranks[MAIN_RANK].keeps)
+
+
 def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, path: str) -> None:
     """Do on a follower what the main rank does with its own weights."""
     if call == "begin":
         weights.begin(path)
+    elif call == "begin_again":
+        weights.begin_again(path)
+    elif call == "sleep":
+        _slept(weights, group, 2 if path == "2" else 1)
     elif call == "collect":
         _collected(weights, group)
     elif call == "change":

@@ -3,7 +3,8 @@
 `RankWeights` reads on a thread of its own, into host memory, while steps run; its methods are called by the thread that
 runs the rank's steps. Invariant: until `change` nothing that serves is touched, and `change` cannot fail on what was
 read: it has the same tensors, by name, shape and dtype, as the model that serves. On a GPU the numbers are copied to
-where the old ones are, so recorded steps stay valid; on a CPU the new model takes the place of the old one.
+where the old ones are, so recorded steps stay valid; on a CPU the new model takes the place of the old one. A rank that
+sleeps has given the memory of the old ones back (`sleep.py`), and gets them again by the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -20,8 +21,10 @@ from typing import Any, Protocol
 import torch
 
 from chitu.engine.memory_budget import available_cpu_bytes
-from chitu.engine.weights_loader import ReadWeights
+from chitu.engine.sleep import SleepingWeights, give_back_pools
+from chitu.engine.weights_loader import GivenBack, ReadWeights
 from chitu.errors import ChituError, ConfigError, UnsupportedModel
+from chitu.kv_cache.pool import KVPool
 from chitu.models.checkpoint import damaged_tensor
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_stamp
 from chitu.models.draft_layer import with_draft_layer
@@ -30,6 +33,7 @@ from chitu.models.model import vision_of
 from chitu.models.served_folder import ServedFolder
 from chitu.models.tensors import tensors_of, why_unlike
 from chitu.models.window_state import with_window_state
+from chitu.protocol.weights import SleepLevel
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +74,31 @@ class Changeable(Protocol):
         ...
 
     def change_model(self, model: Any, /) -> None:
-        """Compute with the numbers of this one from now on."""
+        """Compute with the numbers of this one from now on. The present one may have no numbers any more."""
         ...
 
 
 class RankWeights:
     """A `WeightsLoader` of one rank."""
 
-    def __init__(self, source: WeightsSource, runner: Changeable, served: ServedFolder | None = None) -> None:
+    def __init__(
+        self,
+        source: WeightsSource,
+        runner: Changeable,
+        served: ServedFolder | None = None,
+        pools: Sequence[KVPool] = (),
+    ) -> None:
+        """`pools`: memory that it gives back when it sleeps."""
         self._source = source
         self._runner = runner
         self.served = served
         """Folder of the weights that serve, for others that want the same; any thread reads it. None: not known, or
         they are in none."""
+        self._pools = pools
+        self.no_sleep = ""
+        """Why it cannot sleep, set once."""
+        self._asleep: SleepingWeights | None = None
+        """What the weights were that it gave back."""
         self.fingerprint: Callable[[str, str], bytes | None] = lambda path, found: None
         """Called on the reading thread with a folder and its hash, for the keys of cached pages."""
         self.wake: Callable[[], None] = lambda: None
@@ -90,8 +106,14 @@ class RankWeights:
         self._reading: _Reading | None = None
 
     def begin(self, path: str) -> None:
+        self._begin(path, None)
+
+    def begin_again(self, path: str) -> None:
+        self._begin(path or self._source.path, self._asleep)
+
+    def _begin(self, path: str, before: SleepingWeights | None) -> None:
         reading = self._reading = _Reading()
-        reading.thread = Thread(target=self._run, args=(path, reading), name="weights", daemon=True)
+        reading.thread = Thread(target=self._run, args=(path, reading, before), name="weights", daemon=True)
         reading.thread.start()
 
     def poll(self) -> ReadWeights | None:
@@ -109,13 +131,27 @@ class RankWeights:
         with torch.inference_mode():
             self._runner.change_model(self._reading.model)
         self.served = self._reading.folder
+        self._asleep = None
         self.drop()
 
     def drop(self) -> None:
         """Forget what was read. A thread that still reads ends by itself, and its result has no reader."""
         self._reading = None
 
-    def _run(self, path: str, reading: _Reading) -> None:
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        if level == 2 and self._source.has_adapters:
+            return "LoRA adapters (model.adapters) are not read again: sleep at level 1"
+        return self.no_sleep
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        num_bytes, keeps = give_back_pools(self._pools)
+        if level == 2 and self._asleep is None:
+            with torch.inference_mode():
+                self._asleep = SleepingWeights(self._runner.model)
+            num_bytes += self._asleep.num_bytes
+        return GivenBack(num_bytes, keeps)
+
+    def _run(self, path: str, reading: _Reading, before: SleepingWeights | None) -> None:
         try:
             stamp = weights_stamp(path)
             found = model_hash(path, self._source.spec.code)
@@ -123,6 +159,8 @@ class RankWeights:
             model = self._source.load(path, found)
             if why := why_unlike(self._runner.model, model):
                 raise ConfigError(f"{path}: {why}")
+            if before is not None and (why := before.why_other(model)):
+                raise ConfigError(f"{path}: {why}: it was written meanwhile")
             fingerprint = self.fingerprint(path, found)
             if weights_stamp(path) != stamp:
                 raise ConfigError(f"{path}: its files were written while they were read")

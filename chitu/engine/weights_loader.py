@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from chitu.protocol.weights import SleepLevel
+
 
 class ReadWeights(msgspec.Struct, frozen=True, array_like=True):
     """Result of reading a folder, on all ranks."""
@@ -19,11 +21,23 @@ class ReadWeights(msgspec.Struct, frozen=True, array_like=True):
     """As in `ExecutorInfo`."""
 
 
+class GivenBack(msgspec.Struct, frozen=True, array_like=True):
+    """What `sleep` has given back, on all ranks."""
+
+    num_bytes: int = 0
+    keeps: str = ""
+    """What could not be given back, and why."""
+
+
 class WeightsLoader(Protocol):
     """Reads weights beside those that serve, and puts them in their place. Step thread."""
 
     def begin(self, path: str) -> None:
         """Start to read a folder, and drop what was read before."""
+        ...
+
+    def begin_again(self, path: str) -> None:
+        """Start to read those that `sleep` gave back, and refuse others. An empty path: the folder of the start."""
         ...
 
     def poll(self) -> ReadWeights | None:
@@ -38,11 +52,22 @@ class WeightsLoader(Protocol):
         """Forget what was read, or is being read."""
         ...
 
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        """Return why memory cannot be given back; empty if it can."""
+        ...
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        """Give back the memory of pages, at level 2 of the weights, too, which `begin` and `change` bring back. The
+        pages are zeros then. No step is in flight, and nothing is cached."""
+        ...
+
 
 class NoLoader:
     """Loader of an engine whose weights cannot be changed."""
 
     def begin(self, path: str) -> None: ...
+
+    def begin_again(self, path: str) -> None: ...
 
     def poll(self) -> ReadWeights | None:
         return ReadWeights(error="this engine cannot change its weights")
@@ -50,3 +75,9 @@ class NoLoader:
     def change(self) -> None: ...
 
     def drop(self) -> None: ...
+
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        return "this engine has no memory to give back"
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        return GivenBack()

@@ -167,7 +167,12 @@ class EncodeScheduler:
         is of the old ones, and named so."""
         self.weights.note_drained(True)
         weights = self.weights.turn()
-        if weights is not None:
+        if level := self.weights.sleep_due:
+            self.weights.is_settled = False
+            if self.is_idle:
+                self._store.drop_all()
+                self.weights.sleep(level)
+        elif weights is not None:
             self.weights.change(weights)
             self._store.drop_all()
 
@@ -197,6 +202,8 @@ class EncodeScheduler:
         self._sender.add_request(room, name, order.num_rows, order.engine_rank, order.incarnation)
         if self._is_draining:
             self._refuse(room, Capacity("this E drains"))
+        elif self.weights.serves.sleep:
+            self._refuse(room, Capacity("this E sleeps"))
         elif order.num_rows > self._store.num_rows:
             self._refuse(room, Capacity(f"the region has {self._store.num_rows} rows, the image {order.num_rows}"))
         elif waiting and sum(waiting) + order.num_rows > MOST_WAITING * self._most_rows:

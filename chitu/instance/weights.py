@@ -4,6 +4,9 @@ Any thread gives `set_order` what the newest view says. The step thread calls `t
 `change` between two steps. Invariants: an instance never goes back to older weights; it changes only to what it has
 read whole and checked, if that has the hash of the order; and unless the change is mixed, only while no request runs
 here. An arrival for other weights than `serves` is refused, so no request is computed with two of them.
+
+An instance that sleeps has no weights to serve until it has read them again, and refuses every arrival. It sleeps until
+a newer word about pauses says otherwise, whatever router said that, so a router that starts again wakes nobody.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from chitu.clock import Clock
-from chitu.engine.weights_loader import ReadWeights, WeightsLoader
+from chitu.engine.weights_loader import GivenBack, ReadWeights, WeightsLoader
 from chitu.protocol import FEATURE_MARK_BYTES
-from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
+from chitu.protocol.weights import Pause, SleepLevel, Weights, WeightsOrder, WeightsReport
 
 logger = logging.getLogger(__name__)
 
+FIRST_FOLDER = "the folder of the start"
 RETRY_S = 10.0
 """Pause before a folder that could not be read is tried again, if the cluster serves it."""
 
@@ -30,11 +34,13 @@ def join_orders(orders: Sequence[WeightsOrder], heard: Collection[int]) -> Weigh
     others only `serve` counts, which nobody can take back, unless all are silent."""
     present = [order for index, order in enumerate(orders) if index in heard] or orders
     prepares = [order.prepare for order in present if order.prepare is not None]
+    pause = max((order.pause for order in present), key=lambda pause: pause.age)
     return WeightsOrder(
         max((order.serve for order in orders), key=lambda weights: weights.age),
         max(prepares, key=lambda weights: (weights.number, weights.path)) if prepares else None,
         holds=any(order.holds for order in present),
-        pause=max((order.pause for order in present), key=lambda pause: pause.age),
+        pause=pause,
+        may_sleep=any(order.may_sleep and order.pause == pause for order in present),
     )
 
 
@@ -66,6 +72,10 @@ class WeightsKeeper:
         self.is_drained = False
         """Whether no request runs here; see `note_drained`."""
         self._order = WeightsOrder()
+        self._slept = Pause()
+        """Word that it sleeps by."""
+        self._given = GivenBack()
+        """What it has given back."""
         self._reading: Weights | None = None
         """What the loader reads or has read."""
         self._read: ReadWeights | None = None
@@ -90,23 +100,28 @@ class WeightsKeeper:
         """Read what is wanted. Return weights that are read and are to serve now: `change` to them once this is
         possible."""
         self.is_settled = True  # before the order is read: a new one makes it False again
-        order = self._order
+        order, word = self._order, self._word
+        if self.serves.sleep and word.sleep:
+            self._slept = word
+        elif self.serves.sleep == 1:
+            self._wake()
+        is_asleep = bool(self.serves.sleep and word.sleep)
         self._set_report(self.report)
-        is_due = order.serve.age > self.serves.age
+        is_due = order.serve.age > self.serves.age or bool(self.serves.sleep)
         self.accepts = -1 if is_due else self.serves.number
         if is_due and self._unreadable == order.serve and order.prepare is not None:
             is_due = False  # the cluster goes on to others, which may be there: a trainer's memory has only the newest
-        wanted = order.serve if is_due else order.prepare
-        if wanted is None or (not is_due and wanted.number <= self.serves.number):
+        wanted = max(order.serve, self.serves.awake, key=lambda each: each.age) if is_due else order.prepare
+        if wanted is None or (not is_due and wanted.number <= self.serves.number) or is_asleep:
             if self._reading is not None:
                 self._loader.drop()
                 self._forget()
             return None
         if self._reading is None or (self._reading.number, self._reading.path) != (wanted.number, wanted.path):
-            logger.info("reading the weights in %s", wanted.path)
+            logger.info("reading the weights in %s", wanted.path or FIRST_FOLDER)
             self._forget()
             self._reading = wanted
-            self._loader.begin(wanted.path)
+            (self._loader.begin_again if self.is_same(wanted) else self._loader.begin)(wanted.path)
         if self._read is None:
             self._read = self._loader.poll()
             if self._read is None:
@@ -116,7 +131,7 @@ class WeightsKeeper:
         if not is_due:
             return None
         read = self._read
-        if not read.error and read.model_hash != wanted.model_hash:
+        if not read.error and read.model_hash != wanted.model_hash and not (self.is_same(wanted) and not wanted.number):
             read = self._read = ReadWeights(
                 error=f"{wanted.path} has the model_hash {read.model_hash}, and the cluster serves {wanted.model_hash}"
             )
@@ -135,15 +150,47 @@ class WeightsKeeper:
         assert self._read is not None
         fingerprint, self.feature_mark = self._read.fingerprint, self._read.feature_mark
         self._loader.change()
+        self._wake()
         self.serves, self.accepts = weights, weights.number
         self._forget()
         self.is_settled = False  # the order may have more
-        logger.info("serves the weights in %s (model_hash %s)", weights.path, weights.model_hash)
+        logger.info("serves the weights in %s (model_hash %s)", weights.path or FIRST_FOLDER, weights.model_hash)
         return fingerprint
+
+    @property
+    def _word(self) -> Pause:
+        """The last word about pauses: that of the order, or an older router's by which it sleeps."""
+        return max(self._order.pause, self._slept, key=lambda pause: pause.age)
+
+    def is_same(self, weights: Weights) -> bool:
+        """Return whether it gave these back, and reads them again."""
+        return bool(self.serves.sleep) and weights == self.serves.awake
+
+    @property
+    def sleep_due(self) -> SleepLevel:
+        """Level at which to sleep as soon as nothing at all is left here; 0: none."""
+        level = self._word.sleep
+        may = self._order.may_sleep and level > self.serves.sleep and not self._loader.why_no_sleep(level)
+        return level if may else 0
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give memory back. No step is in flight, and nothing is cached in the pool."""
+        self._loader.drop()
+        given = self._loader.sleep(level)
+        self._given = GivenBack(self._given.num_bytes + given.num_bytes, given.keeps)
+        self._slept = self._word
+        self.serves, self.accepts = msgspec.structs.replace(self.serves, sleep=level), -1
+        self._forget()
+        logger.info("sleeps at level %d: %d bytes given back", level, self._given.num_bytes)
+
+    def _wake(self) -> None:
+        if self.serves.sleep:
+            logger.info("awake again")
+        self._slept, self._given, self.serves = Pause(), GivenBack(), self.serves.awake
 
     def _note_read(self, wanted: Weights, read: ReadWeights) -> None:
         if read.error:
-            logger.error("cannot change to the weights in %s: %s", wanted.path, read.error)
+            logger.error("cannot change to the weights in %s: %s", wanted.path or FIRST_FOLDER, read.error)
         self._retry_s = self._clock.monotonic() + RETRY_S
         prepared = msgspec.structs.replace(wanted, model_hash=wanted.model_hash or read.model_hash)
         self._set_report(WeightsReport(self.serves, prepared, read.error))
@@ -154,9 +201,19 @@ class WeightsKeeper:
             self._set_report(WeightsReport(self.serves))
 
     def _set_report(self, report: WeightsReport) -> None:
-        order = self._order
-        is_drained = order.holds and self.is_drained
-        report = msgspec.structs.replace(report, holds=order.holds, pause=order.pause, is_drained=is_drained)
+        pause = self._word
+        holds = self._order.holds or bool(pause.sleep)
+        no_sleep = self._loader.why_no_sleep(pause.sleep) if pause.sleep > self.serves.sleep else ""
+        report = msgspec.structs.replace(
+            report,
+            serves=self.serves,
+            holds=holds,
+            pause=pause,
+            is_drained=holds and self.is_drained,
+            freed_bytes=self._given.num_bytes,
+            keeps=self._given.keeps,
+            no_sleep=no_sleep,
+        )
         if report != self.report:
             self.report = report
             self.on_news()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from itertools import accumulate
 
 import numpy as np
@@ -33,6 +34,8 @@ from chitu.ops.fp8_pages import values_of
 from chitu.protocol import FP8_E4M3, KVLayout
 
 ALIGNMENT_BYTES = 4096
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,11 +57,17 @@ def shared_memory(name: str, nbytes: int, purpose: str) -> mmap.mmap:
     ConfigError if there is no memory."""
     file = shared_file(name, nbytes, purpose)
     try:
+        return mapped(file, nbytes, purpose)
+    finally:
+        os.close(file)
+
+
+def mapped(file: int, nbytes: int, purpose: str) -> mmap.mmap:
+    """Map a file. Raise ConfigError if there is no memory."""
+    try:
         return mmap.mmap(file, nbytes)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot allocate {nbytes} bytes for {purpose}: {error}") from error
-    finally:
-        os.close(file)
 
 
 def _aligned(nbytes: int) -> int:
@@ -103,6 +112,10 @@ class KVPool:
         self.arena_bytes = state_start + _aligned(self.num_state_slots * self.state_row_bytes)
         transfer_offset = self.arena_bytes
         self.arena_bytes += _aligned(transfer_bytes)
+        self.pinned_by = ""
+        """Name of a transport whose registration pins the memory, so that it cannot be given back."""
+        self._map: mmap.mmap | None = None
+        self._file = -1
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
         self.transfer_base = self.arena_base + transfer_offset
@@ -156,4 +169,17 @@ class KVPool:
     def _allocate(self) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.zeros(self.arena_bytes, dtype=torch.uint8, device=self.device)
-        return torch.frombuffer(shared_memory("chitu-kv", self.arena_bytes, "the KV cache"), dtype=torch.uint8)
+        self._file = shared_file("chitu-kv", self.arena_bytes, "the KV cache")
+        weakref.finalize(self, os.close, self._file)
+        self._map = mapped(self._file, self.arena_bytes, "the KV cache")
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def give_back(self) -> int:
+        """Give the memory of the arena back to the system, in every process that maps it, and return its bytes: 0 if it
+        is pinned, or not in host memory. It stays mapped and registered where it is, reads as zeros, and takes memory
+        again as it is written. No transfer may run, nor any other access to what it held."""
+        if self._map is None or self.pinned_by:
+            return 0
+        used = os.fstat(self._file).st_blocks * BLOCK_BYTES
+        self._map.madvise(mmap.MADV_REMOVE)
+        return used - os.fstat(self._file).st_blocks * BLOCK_BYTES

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from chitu.protocol.weights import PauseMode
+from chitu.protocol.weights import PauseMode, SleepLevel
 
 
 class DrainReply(msgspec.Struct):
@@ -50,8 +50,32 @@ class WeightsState(msgspec.Struct, frozen=True):
     """Changes since the start of the cluster."""
     missing: list[str]
     """Instances that do not have them yet, and get no requests before."""
-    paused: PauseMode
+    paused: PauseMode | Literal["sleep"]
     """Whether an operator has paused the cluster, and how."""
+
+
+class Sleeper(msgspec.Struct, frozen=True):
+    """What an instance has given back."""
+
+    instance: str
+    level: SleepLevel
+    """0: nothing, it is awake."""
+    freed_bytes: int
+    """Memory of all its ranks that the system has again."""
+    keeps: str
+    """What it could not give back, and why."""
+
+
+class SleepState(msgspec.Struct, frozen=True):
+    """Whether the cluster sleeps."""
+
+    level: SleepLevel
+    """Level that was asked for; 0: it is to be awake."""
+    wake_on_request: bool
+    """Whether a request wakes it."""
+    instances: list[Sleeper]
+    missing: list[str]
+    """While it is to be awake: instances that cannot serve yet, with the reason if one cannot read its weights."""
 
 
 class Canary(msgspec.Struct, frozen=True):

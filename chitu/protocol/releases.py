@@ -17,6 +17,7 @@ from chitu.errors import NoInstance
 from chitu.protocol.cluster import InstanceInfo, LoadReport, RouteEntry
 from chitu.protocol.images import FetchImage, ImageFile, ImagePart
 from chitu.protocol.requests import RequestHead
+from chitu.protocol.weights import Pause, Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
 _VIDEO = "frames of a video are rotated by their times"
@@ -39,6 +40,10 @@ ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
     LoadReport: {"image_load": Added(21)},
     RequestHead: {"encoders": Added(21)},
     RouteEntry: {"group": Added(21)},
+    Weights: {"sleep": Added(21)},
+    Pause: {"sleep": Added(21), "stays": Added(21)},
+    WeightsOrder: {"may_sleep": Added(21)},
+    WeightsReport: {"freed_bytes": Added(21), "keeps": Added(21), "no_sleep": Added(21)},
 }
 """By record and field. A record that is an array gets new fields only behind the others."""
 

@@ -16,8 +16,9 @@ from chitu.protocol.admin import Canary
 from chitu.protocol.cluster import KVLayout, LoadReport
 from chitu.protocol.first_prompt import FirstPrompt
 
-InstanceStatus = Literal["up", "draining", "down"]
-"""`down`: the topology has it, the cluster view does not (not yet, or its lease ended)."""
+InstanceStatus = Literal["up", "draining", "asleep", "down"]
+"""`asleep`: it has given memory back (`/admin/sleep`), and serves once it wakes. `down`: the topology has it, the
+cluster view does not (not yet, or its lease ended)."""
 
 
 class InstanceSnapshot(msgspec.Struct, frozen=True):

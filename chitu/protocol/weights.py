@@ -5,10 +5,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from chitu.protocol.wire import Wire
 
 PauseMode = Literal["", "finish", "keep"]
 """How an operator has paused a cluster: running requests end, or stop where they are. Empty: not at all."""
+SleepLevel = Literal[0, 1, 2]
+"""What an instance has given back: nothing, the memory of KV pages, or that of the weights, too."""
+SLEEP_VERSION = 21
+"""Version of the wire since which instances can sleep."""
 
 
 class Weights(Wire, frozen=True):
@@ -24,6 +30,13 @@ class Weights(Wire, frozen=True):
     """Requests that ran when they came went on with them."""
     unmixed: int = 0
     """Of mixed ones: number of the last change before them that was not mixed."""
+    sleep: SleepLevel = 0
+    """Not 0: the instance sleeps, and has these again once it wakes. It accepts no request before."""
+
+    @property
+    def awake(self) -> Weights:
+        """The same, of an instance that does not sleep."""
+        return msgspec.structs.replace(self, sleep=0) if self.sleep else self
 
     @property
     def age(self) -> tuple[int, str]:
@@ -42,11 +55,16 @@ class Pause(Wire, frozen=True):
     number: int = 0
     """Grows with every pause and every end of one, at any router: the largest counts."""
     mode: PauseMode = ""
+    sleep: SleepLevel = 0
+    """Level at which the instances sleep once nothing runs; 0: they do not. The mode is `finish` then, which releases
+    that know no sleep obey."""
+    stays: bool = False
+    """With `sleep`: requests do not end it, but are refused."""
 
     @property
-    def age(self) -> tuple[int, str]:
+    def age(self) -> tuple[int, str, int, bool]:
         """Sort key: the larger one counts. Of two with one number, of two routers, the one that pauses more."""
-        return self.number, self.mode
+        return self.number, self.mode, self.sleep, self.stays
 
 
 class WeightsOrder(Wire, frozen=True):
@@ -59,6 +77,8 @@ class WeightsOrder(Wire, frozen=True):
     holds: bool = False
     """New requests wait on the routers."""
     pause: Pause = Pause()
+    may_sleep: bool = False
+    """With a pause that sleeps: nothing runs on any instance, so none needs another one."""
 
     @property
     def freezes(self) -> bool:
@@ -80,3 +100,9 @@ class WeightsReport(Wire, frozen=True):
     """The one that counts, of those in the orders."""
     is_drained: bool = False
     """With `holds`: no request runs here, of any router."""
+    freed_bytes: int = 0
+    """Of one that sleeps: memory that it has given back, on all ranks."""
+    keeps: str = ""
+    """Of one that sleeps: what it could not give back, and why."""
+    no_sleep: str = ""
+    """With a pause that sleeps: why it does not. It stays drained."""

@@ -79,9 +79,11 @@ class Candidates:
 
     @classmethod
     def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
-        """Return those of the instances that serve weights of this number; None: whatever they serve. A group counts
-        once all its members do."""
-        able = [i for i in instances if not i.draining and weights in (None, i.weights.number)]
+        """Return those of the instances that serve weights of this number, and do not sleep; None: whatever they do. A
+        group counts once all its members do."""
+        able = [i for i in instances if not i.draining]
+        if weights is not None:
+            able = [i for i in able if i.weights.number == weights and not i.weights.sleep]
         usable = sorted(whole_groups(able), key=lambda i: i.engine_rank)
         names = {i.name for i in usable} if len(usable) < len(able) else set()
         return cls(

@@ -12,7 +12,8 @@ weights.
 Invariant: nothing but `serve` decides what answers are made of. A member with older weights gets no request until it
 has read those of `serve`. So it does not matter who dies: a new router takes the newest weights that any member has,
 which exist only if that change was committed, and an instance that starts again learns them from the view. Of all
-pauses and ends of pauses, at any router, the last one counts.
+pauses and ends of pauses, at any router, the last one counts. A pause that sleeps is every router's own, so it outlives
+the one that was asked.
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ from typing import Literal
 
 import msgspec
 
-from chitu.errors import ChituError, WeightsRefused
+from chitu.errors import ChituError, SleepRefused, WeightsRefused
 from chitu.protocol import InstanceInfo
-from chitu.protocol.weights import Pause, PauseMode, Weights, WeightsOrder, WeightsReport
+from chitu.protocol.weights import (
+    SLEEP_VERSION,
+    Pause,
+    PauseMode,
+    SleepLevel,
+    Weights,
+    WeightsOrder,
+    WeightsReport,
+)
 from chitu.types import Role, instance_name
 
 Phase = Literal["prepare", "drain", "commit", "done", "failed"]
@@ -77,6 +86,7 @@ class ClusterWeights:
             change.wanted if change is not None and is_waiting else None,
             holds=bool(self._pause.mode) or is_held,
             pause=self._pause,
+            may_sleep=bool(self._pause.sleep and self._members) and self.is_drained,
         )
 
     @property
@@ -98,18 +108,65 @@ class ClusterWeights:
     def pause(self) -> PauseMode:
         """How the cluster is paused, by an operator at any router: `finish` lets running requests end, `keep` stops
         them where they are."""
-        return max((self._pause, *self._reported_pauses()), key=lambda pause: pause.age).mode
+        return self.word.mode
 
     @pause.setter
     def pause(self, mode: PauseMode) -> None:
+        """Say it. Raises WeightsRefused if a cluster that sleeps is to be paused."""
+        if mode and self.word.sleep:
+            raise WeightsRefused("the cluster sleeps: wake it first (/admin/wake)")
         if mode or self.pause or self._last_pause > self._pause.number:
             self._last_pause += 1
             self._pause = Pause(self._last_pause, mode)
 
     @property
+    def word(self) -> Pause:
+        """The last word about pauses, of an operator at any router."""
+        return max((self._pause, *self._reported_pauses()), key=lambda pause: pause.age)
+
+    @property
     def is_pause_known(self) -> bool:
         """Whether every member has this router's last word about pauses, or a later one."""
         return all(pause.age >= self._pause.age for pause in self._reported_pauses())
+
+    def begin_sleep(self, level: SleepLevel, *, stays: bool) -> Pause:
+        """Have the instances sleep once nothing runs, and return this word. Raises SleepRefused."""
+        if self._change is not None:
+            raise SleepRefused(f"a change to {self._change.wanted.path} is under way ({self._change.phase})")
+        if self.pause == "keep":
+            raise SleepRefused("running requests are stopped where they are (/admin/pause with keep): resume first")
+        members = [info for info, _ in self._members.values()]
+        if old := sorted(info.name for info in members if info.protocol < SLEEP_VERSION):
+            raise SleepRefused(f"{', '.join(old)}: instances of an older release cannot sleep")
+        if not members:
+            raise SleepRefused("there is no instance that could sleep")
+        self._last_pause = max(self._last_pause, self.word.number) + 1
+        self._pause = Pause(self._last_pause, "finish", level, stays)
+        return self._pause
+
+    def end_sleep(self, said: Pause) -> None:
+        """Take this word back, if it is still the last one."""
+        if self.word == said:
+            self.pause = ""
+
+    def wake_for(self, num_waiting: int) -> bool:
+        """Wake the cluster if it sleeps, or is about to, while so many requests wait, and may be woken by them. Return
+        whether that was news."""
+        said = self._pause
+        if not num_waiting or not said.sleep or said.stays or self.word != said:
+            return False
+        self.pause = ""
+        return True
+
+    @property
+    def are_waking(self) -> bool:
+        """Whether a member sleeps that may still wake: it has not said that it cannot read its weights."""
+        members = self._members.items()
+        return any(info.weights.sleep and not self.cannot_read(*place) for place, (info, _) in members)
+
+    def sleeping(self) -> dict[str, tuple[SleepLevel, WeightsReport]]:
+        """Return level and report of each member, by name."""
+        return {info.name: (info.weights.sleep, report) for _, (info, report) in sorted(self._members.items())}
 
     def _reported_pauses(self) -> list[Pause]:
         return [report.pause for _, report in self._members.values()]
@@ -134,6 +191,8 @@ class ClusterWeights:
         them."""
         if self._change is not None:
             raise WeightsRefused(f"a change to {self._change.wanted.path} is under way ({self._change.phase})")
+        if self.word.sleep:
+            raise WeightsRefused("the cluster sleeps, and reads no weights before it wakes (/admin/wake)")
         if not self._members:
             raise WeightsRefused("there is no instance that could read these weights")
         if self.pause == "keep" and not is_mixed:
@@ -178,19 +237,29 @@ class ClusterWeights:
         """Take a report of a member, whose record already has the weights that it reports."""
         self._members[info.role, info.engine_rank] = info, report
         self._note((info.role, info.engine_rank))
-        self._last_pause = max(self._last_pause, report.pause.number)
-        if self._pause.mode and report.pause.age > self._pause.age:
-            self._pause = Pause(self._pause.number)
+        self._hear(report.pause)
         self._advance()
 
     # --------------------------------------------------------------------------------------------------------- internal
+
+    def _hear(self, said: Pause) -> None:
+        """Take what a member reports of pauses. That the cluster sleeps, and that it does not any more, becomes this
+        router's own word, unless it is older than one that was heard; any other pause belongs to who was asked for it.
+        """
+        is_newest, self._last_pause = said.number >= self._last_pause, max(self._last_pause, said.number)
+        if said.age <= self._pause.age:
+            return
+        if said.sleep or self._pause.sleep:
+            self._pause = said if is_newest else self._pause
+        elif self._pause.mode:
+            self._pause = Pause(self._pause.number)
 
     def _adopt(self, info: InstanceInfo) -> None:
         """Serve the newer weights that a member brought, from an earlier router or another one."""
         change = self._change
         if change is not None and info.weights != change.wanted:
             self._fail(change, f"{info.name} has weights {info.weights.number} of another change by now")
-        self._serve(info.weights)
+        self._serve(info.weights.awake)
 
     def _serve(self, weights: Weights) -> None:
         self.serve = weights

@@ -328,6 +328,7 @@ class SimulatedCluster:
         if end not in self._frozen:
             if isinstance(end, SimulatedRouter):
                 end.tick()
+                end.wake_for(sum(request.router == end.index for request, _ in self._held))
                 self._release(end)
             else:
                 end.keep_in_touch()

@@ -14,7 +14,7 @@ from typing import Protocol
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, StepHandle
-from chitu.engine.weights_loader import ReadWeights
+from chitu.engine.weights_loader import GivenBack, ReadWeights
 from chitu.instance.build import Composition
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.instance.image_pulls import ImagePulls
@@ -25,6 +25,7 @@ from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import InstanceInfo, KVLayout, RequestPortMessage
+from chitu.protocol.weights import SleepLevel
 from chitu.simulation.encoders import EncodedFeatures, EncoderWorld, PreparedAtOnce
 from chitu.simulation.engine import TimedExecutor, TimedStep
 from chitu.simulation.events import Events, InstanceClock
@@ -86,6 +87,15 @@ class TimedLoader:
 
     def drop(self) -> None:
         self._done_s = math.inf
+
+    def begin_again(self, path: str) -> None:
+        self.begin(path)
+
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        return ""
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        return GivenBack(1)
 
 
 class SimulatedInstance(SimulatedProcess):

@@ -22,7 +22,7 @@ from chitu.protocol import (
     RequestFailed,
     ViewMessage,
 )
-from chitu.protocol.weights import PauseMode
+from chitu.protocol.weights import PauseMode, SleepLevel
 from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.weights import WeightsChange
 from chitu.tracing.trace_files import RouterTrace
@@ -139,6 +139,16 @@ class SimulatedRouter:
         """Have new requests wait at all routers, and running ones end or stop; empty: let all go on."""
         self.coordination.weights.pause = mode
         self.coordination.publish_weights()
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Have all instances sleep once nothing runs, until a request comes."""
+        self.coordination.weights.begin_sleep(level, stays=False)
+        self.coordination.publish_weights()
+
+    def wake_for(self, num_waiting: int) -> None:
+        """Wake the cluster if so many requests wait, and it sleeps."""
+        if self.coordination.weights.wake_for(num_waiting + self.requests.num_awaiting):
+            self.coordination.publish_weights()
 
     def _drive_weights(self) -> None:
         change, weights = self._change, self.coordination.weights

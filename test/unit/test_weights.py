@@ -12,12 +12,12 @@ import pytest
 from support.clock import FakeClock
 
 from chitu.config.schema import DeadlineConfig
-from chitu.engine.weights_loader import ReadWeights
+from chitu.engine.weights_loader import GivenBack, ReadWeights
 from chitu.errors import WeightsChanged, WeightsRefused
 from chitu.instance.weights import RETRY_S, WeightsKeeper
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, ClusterView, Heartbeat, InstanceInfo, Join, KVLayout, LoadReport
-from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
+from chitu.protocol.weights import SleepLevel, Weights, WeightsOrder, WeightsReport
 from chitu.router.candidates import Candidates
 from chitu.router.weights import ClusterWeights, WeightsChange
 from chitu.types import Role
@@ -32,10 +32,11 @@ FOLDERS = {"/new": "hash of new", "/newer": "hash of newer"}
 class FakeLoader:
     """Reads a folder within two polls."""
 
-    folders: dict[str, str] = field(default_factory=lambda: dict(FOLDERS))
+    folders: dict[str, str] = field(default_factory=lambda: {**FOLDERS, "": "hash of the first"})
     path: str = ""
     polls: int = 0
     serves: str = ""
+    asleep: int = 0
 
     def begin(self, path: str) -> None:
         self.path, self.polls = path, 0
@@ -49,10 +50,21 @@ class FakeLoader:
 
     def change(self) -> None:
         assert self.polls >= 2 and self.path in self.folders
-        self.serves = self.path
+        self.serves, self.asleep = self.path, 0
 
     def drop(self) -> None:
         self.path = ""
+
+    def begin_again(self, path: str) -> None:
+        assert self.asleep == 2
+        self.begin(path)
+
+    def why_no_sleep(self, level: SleepLevel) -> str:
+        return ""
+
+    def sleep(self, level: SleepLevel) -> GivenBack:
+        self.asleep = level
+        return GivenBack(100 * level)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Request bodies of the operator's routes, with the rules of `ask/bodies.py`: drain, role, weights, pause, snapshot."""
+"""Request bodies of the operator's routes, with the rules of `ask/bodies.py`: drain, role, weights, pause, sleep."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
     """Has no fields."""
 
 
+class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
+    level: Annotated[
+        Literal[1, 2] | None,
+        note("1, the default: the memory of KV pages is given back; 2: that of the weights, too, which are read again"),
+    ] = None
+    wake_on_request: Annotated[
+        bool | None, note("false: requests do not wake the cluster, but are refused with `asleep`; true by default")
+    ] = None
+    timeout_s: Annotated[float | None, note("most seconds until all instances sleep; 600 by default")] = None
+
+
+class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
+    timeout_s: Annotated[float | None, note("most seconds until all instances serve; 600 by default")] = None
+
+
 class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
     request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
 
@@ -64,6 +79,8 @@ OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/weights": WeightsBody,
     "/admin/pause": PauseBody,
     "/admin/resume": ResumeBody,
+    "/admin/sleep": SleepBody,
+    "/admin/wake": WakeBody,
     "/admin/snapshot": SnapshotBody,
     "/admin/profile": ProfileBody,
 }

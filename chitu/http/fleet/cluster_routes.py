@@ -91,4 +91,4 @@ def cluster_routes(
 
 def _health_of(info: InstanceInfo) -> HealthInstance:
     home = instance_name(*place_of(info.home)) if info.home else ""
-    return HealthInstance(info.name, info.role.value, info.incarnation, info.draining, home)
+    return HealthInstance(info.name, info.role.value, info.incarnation, info.draining, home, bool(info.weights.sleep))

@@ -266,9 +266,11 @@ def _membership(
     names = {instance.name: 0 for instance in instances}
     up = {instance.name: float(instance.status != "down") for instance in instances}
     draining = {instance.name: float(instance.status == "draining") for instance in instances}
+    asleep = {instance.name: float(instance.status == "asleep") for instance in instances}
     for name, text, numbers in (
         ("chitu_instance_up", "1: a member; 0: of the topology, but not there", up),
         ("chitu_instance_draining", "1: accepts no new requests and will leave", draining),
+        ("chitu_instance_asleep", "1: has given memory back, and serves once it wakes", asleep),
         ("chitu_instance_age_seconds", "Since it joined", coordination.ages_s),
         ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
     ):

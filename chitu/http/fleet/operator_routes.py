@@ -1,4 +1,4 @@
-"""The operator's calls: drain, roles, caches, weights, pause, snapshots. Loop thread."""
+"""The operator's calls: drain, roles, caches, weights, pause, sleep, snapshots. Loop thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from chitu.http.fleet.bodies import (
     ProfileBody,
     ResumeBody,
     RoleBody,
+    SleepBody,
     SnapshotBody,
+    WakeBody,
     WeightsBody,
 )
 from chitu.http.fleet.replies import StatusReply
 from chitu.http.wire.access import Access
 from chitu.http.wire.routes import BINARY, Route, json_response
-from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, WeightsState
+from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, SleepState, WeightsState
 from chitu.types import Role
 
 MAX_CHANGE_S = 86_400.0
@@ -88,6 +90,23 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
             await read_body(request, ResumeBody)
         return json_response(await cluster.pause("", MAX_CHANGE_S))
 
+    async def sleep(request: Request) -> Response:
+        """Give back the memory of KV pages and, at level 2, of weights, on all instances, once running requests have
+        ended. A request that comes to any router wakes the cluster, unless `wake_on_request` is false."""
+        body = SleepBody()
+        if await request.body():
+            body = await read_body(request, SleepBody)
+        level, stays = body.level or 1, body.wake_on_request is False
+        return json_response(await cluster.sleep(level, _timeout_s(body.timeout_s), stays=stays))
+
+    async def wake(request: Request) -> Response:
+        """End a sleep, whichever router was asked for it, and return when all instances serve: after level 2 they read
+        their weights again. One that finds other ones in its folder stays out, and `missing` says why."""
+        body = WakeBody()
+        if await request.body():
+            body = await read_body(request, WakeBody)
+        return json_response(await cluster.wake(_timeout_s(body.timeout_s)))
+
     async def take_snapshot(request: Request) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
         The request runs on."""
@@ -124,6 +143,8 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
         Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),
         Route("POST", "/admin/resume", resume, WeightsState, (403,)),
+        Route("POST", "/admin/sleep", sleep, SleepState, (403, 409, 504)),
+        Route("POST", "/admin/wake", wake, SleepState, (403, 504)),
         Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
         Route("POST", "/admin/profile", profile, ProfileReply, (403, 404, 409)),
         Route("GET", "/admin/topology", topology_with_ports, None, (403,)),

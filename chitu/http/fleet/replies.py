@@ -14,6 +14,8 @@ class HealthInstance(msgspec.Struct):
     draining: bool
     home: str = ""
     """Name with which its process was started, if it has changed its role since."""
+    asleep: bool = False
+    """Whether it has given memory back, and serves once it wakes."""
 
 
 class HealthReply(msgspec.Struct):

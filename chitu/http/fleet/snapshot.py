@@ -245,7 +245,7 @@ def _instance(
     name, role = instance_name(*key), str(key[0])
     if info is None:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
-    status: InstanceStatus = "draining" if info.draining else "up"
+    status: InstanceStatus = "draining" if info.draining else "asleep" if info.weights.sleep else "up"
     becomes, home = (instance_name(*place_of(text)) if text else "" for text in (info.becomes, info.home))
     return InstanceSnapshot(
         name,

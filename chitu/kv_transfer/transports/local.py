@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ from chitu.kv_transfer.transports.segments import (
 )
 from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
 from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd, staged_from
-from chitu.kv_transfer.transports.transport import MessagingTransport, SendFrame, Transport
+from chitu.kv_transfer.transports.transport import MessagingTransport, SendFrame, Transport, pins, way_of
 from chitu.net.threads import Spawn
 from chitu.ops.cuda_driver import CudaDriver
 from chitu.protocol import KVLayout, TransportMessage, TransportSession, encode
@@ -58,6 +58,14 @@ logger = logging.getLogger(__name__)
 
 ONE_MACHINE = ("shm", "cuda_ipc")
 """Transports that map memory of other processes on their own machine."""
+
+
+@runtime_checkable
+class Pinnable(Protocol):
+    """A pool that gives its memory back to the system, unless a transport pins it."""
+
+    pinned_by: str
+    """Name of that transport; empty if there is none."""
 
 
 def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cpu") -> list[Transport]:
@@ -125,6 +133,8 @@ def register_memory(memory: PagedMemory, transports: list[Transport]) -> tuple[T
             transport.register(memory.arena_base, memory.arena_bytes)
             sessions.append(transport.local_session())
             usable.append(transport)
+            if pins(transport) and isinstance(memory, Pinnable):
+                memory.pinned_by = way_of(transport)
         except ChituError as error:
             logger.warning("transport %s is left out: %s", transport.name, error.message)
             reasons.append(f"{transport.name}: {error.message}")

@@ -177,7 +177,7 @@ class MooncakeTransport:
     def __init__(self, host: str, protocol: str = "tcp", ib_device: Sequence[str] = ()) -> None:
         self._protocol = protocol
         self.way = f"{NAME}_{protocol}"
-        self._is_rdma = protocol == "rdma"
+        self.pins = self._is_rdma = protocol == "rdma"
         self._ranges: list[tuple[int, int]] = []
         if protocol == "rdma":
             _check_rdma(ib_device)

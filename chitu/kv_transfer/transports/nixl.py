@@ -131,6 +131,7 @@ class NixlTransport:
         logger.info("nixl %s", choose_for_ucx(ib_device, found, device != "cpu", limits))
         kind, _, index = device.partition(":")
         self._memory, self._device = ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
+        self.pins = bool(found.active) and not is_loopback(host)
         self._agent_name = f"chitu-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         """Guards the agent and all peers; never held while waiting."""

@@ -50,6 +50,7 @@ from chitu.kv_transfer.transports.transport import (
     Transport,
     WriteError,
     gathers,
+    pins,
     reaches_pages,
     way_of,
 )
@@ -153,6 +154,10 @@ class StagedTransport:
     @property
     def way(self) -> str:
         return way_of(self.inner)
+
+    @property
+    def pins(self) -> bool:
+        return pins(self.inner)
 
     # --------------------------------------------------------------------------------------------- memory and sessions
 

@@ -189,6 +189,12 @@ def way_of(transport: Transport) -> str:
     return str(getattr(transport, "way", transport.name))
 
 
+def pins(transport: Transport) -> bool:
+    """Return whether memory that it registered must stay where it is in the machine: an adapter writes there by itself,
+    past the page table, so what is given back to the system would be written by it still."""
+    return bool(getattr(transport, "pins", False))
+
+
 def gathers(transport: Transport) -> bool:
     """Return whether it writes many scattered pieces at the price of one."""
     return bool(getattr(transport, "gathers", False))

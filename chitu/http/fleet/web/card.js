@@ -18,6 +18,7 @@ const GLYPHS = {
   draining: "M0-4a4 4 0 1 1 0 8z",
   becoming: "M-3-3.5L3 0L-3 3.5z",
   suspended: "M0-4a4 4 0 1 1 0 8a4 4 0 1 1 0-8z",
+  asleep: "M-3.5-3.5H3.5L-3.5 3.5H3.5z",
   down: "M-4-4L4 4M4-4L-4 4",
 };
 

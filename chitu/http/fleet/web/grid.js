@@ -10,6 +10,7 @@ const MARKS = {
   suspended: "M-2-3V3M2-3V3",
   draining: "M-3-1.5L0 1.5L3-1.5",
   becoming: "M-1.5-3L1.5 0L-1.5 3",
+  asleep: "M-2-2H2L-2 2H2",
 };
 const SWATCH = 10;
 const SWATCH_GAP = 2;

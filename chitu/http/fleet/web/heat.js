@@ -28,7 +28,7 @@ export function stateOf({ status, becomes, load }) {
   return load?.suspended?.length && status === "up" ? "suspended" : status;
 }
 
-const TROUBLE = { down: 3, suspended: 2, becoming: 1, draining: 1, up: 0 };
+const TROUBLE = { down: 3, suspended: 2, becoming: 1, draining: 1, asleep: 1, up: 0 };
 
 /** Names of the `count` instances of one side that deserve a card: the broken ones, then the busiest. */
 export class Featured {
