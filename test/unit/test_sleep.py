@@ -260,8 +260,24 @@ def test_one_whose_folder_is_gone_stays_out_and_tries_again() -> None:
     assert world.levels == [2, 2, 0]
     assert weights.missing() == ["D0 ( does not exist)", "P0 ( does not exist)"] and not weights.are_waking
     assert not world.cores[1].routed_view.weights.holds, "requests would wait for nothing"
+    change = world.begin(1)
     for instance in world.instances:
-        loader_of(instance.keeper).folders = {"": "hash of the first"}
+        loader_of(instance.keeper).folders = {"/new": "hash of new"}
+    for _ in range(3):
+        world.settle()
+        world.drive(change, 1)
+    assert change.phase == "done" and world.levels == [0, 0, 0], "other weights end it, too"
+    world.sleep()
+    world.settle()
+    world.wake()
+    for instance in world.instances:
+        loader_of(instance.keeper).folders = {"/new": "hash of another"}
+    world.settle()
+    assert (
+        all("has the model_hash hash of another" in each for each in weights.missing()) and len(weights.missing()) == 3
+    )
+    for instance in world.instances:
+        loader_of(instance.keeper).folders = {"/new": "hash of new"}
     world.clock.advance(RETRY_S)
     world.settle()
     assert world.levels == [0, 0, 0] and weights.missing() == []
