@@ -6,12 +6,15 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from network import DEVICE, Network, require_network
 from thread_ranks import Meeting, ThreadRank
 from weights_sources import Source, pieces_from, seconds, serving
 
@@ -114,7 +117,7 @@ def test_a_fault_in_the_middle_costs_one_warning_and_no_byte(
 
 def test_another_source_goes_on_where_one_was_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_pieces, "SILENCE_S", 0.7)
-    with serving(Source(folder, fault="kill"), Source(folder, name="P1")) as sources:
+    with serving(Source(folder, name="P1"), Source(folder, fault="kill")) as sources:
         pieces = pieces_from(sources, folder)
         model = load(folder, pieces)
         assert pieces.from_folder == 0
@@ -153,7 +156,9 @@ def test_five_readers_at_once_have_two_at_a_time_at_each_source(folder: Path) ->
     """A source that five ask serves two; those that have read all are sources, too. All bytes come from sources."""
     lock, open_now, most = threading.Lock(), [0], [0]
     with serving(Source(folder)) as first:
-        sources, added = list(first), []
+        sources = list(first)
+
+        later = [Source(folder, name=f"D{number}") for number in range(5)]  # before there are threads
 
         def join(number: int) -> int:
             pieces = pieces_from(sources, folder, joiner=f"D{number}")
@@ -170,20 +175,75 @@ def test_five_readers_at_once_have_two_at_a_time_at_each_source(folder: Path) ->
 
             pieces._opened = counted  # type: ignore[method-assign]
             model = load_model(folder, "float32", max_model_len=64, pieces=pieces)
+            sources.append(later[number])
             used_first = pieces._session is not None and pieces._session.source == first[0].neighbour
             with lock:
                 open_now[0] -= used_first
             pieces.close()
             assert pieces.from_folder == 0
             assert_same(model, reference)
-            with lock:
-                added.append(Source(folder, name=f"D{number}"))
-                sources.append(added[-1])
             return pieces.from_neighbours
 
-        reference = load(folder)
+        with serving(Source(folder)) as one:
+            reference = load(folder, pieces_from(one, folder))
+            alone = one[0].writes
         with ThreadPoolExecutor(5) as threads:
             counts = list(threads.map(join, range(5)))
         assert len(set(counts)) == 1 and most[0] == MOST_READERS
-        for source in added:
+        assert first[0].writes + sum(source.writes for source in later) == 5 * alone
+        assert sum(source.writes > 0 for source in (*first, *later)) > 1  # a tree, not a star
+        for source in later:
             source.end()
+
+
+# ------------------------------------------------------------------------------------------------------- between hosts
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Network]:
+    require_network()
+    with Network(["p0", "d0"], delay_s=0.001) as network:
+        yield network
+
+
+@pytest.mark.parametrize("way", ["mooncake", "nixl"])
+def test_over_a_slow_link_all_comes_from_the_neighbour(
+    folder: Path, net: Network, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", DEVICE)
+    net.set("p0", "d0", rate_bytes_s=30e6)
+    with net.inside("p0"):
+        source = Source(folder, way, host=net.address("p0"))
+    with serving(source), net.inside("d0"):
+        pieces = pieces_from([source], folder, way, host=net.address("d0"))
+        model = load(folder, pieces)
+        assert pieces.from_folder == 0
+    net.heal()
+    assert_same(model, load(folder))
+
+
+def test_a_link_that_falls_silent_in_the_middle_costs_a_bounded_wait(
+    folder: Path, net: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_pieces, "SILENCE_S", 1.0)
+    net.set("p0", "d0", rate_bytes_s=10e6)
+    with net.inside("p0"):
+        source = Source(folder, "mooncake", host=net.address("p0"))
+
+    def cut() -> None:
+        while source.writes < 3:
+            time.sleep(0.01)
+        net.drop("p0", "d0")
+
+    models = []
+    with serving(source), net.inside("d0"):
+        pieces = pieces_from([source], folder, "mooncake", host=net.address("d0"))
+        with ThreadPoolExecutor(1) as threads:
+            cutting = threads.submit(cut)
+            took_s = seconds(lambda: models.append(load(folder, pieces)))
+            cutting.result()
+    net.heal()
+    assert 0 < pieces.from_neighbours < pieces.from_folder and took_s < 30
+    assert "it is silent for 1 s" in caplog.text
+    assert_same(models[0], load(folder))

@@ -29,8 +29,8 @@ HOST = "127.0.0.1"
 FORK = multiprocessing.get_context("fork")
 
 
-def transports(kind: str) -> list[Transport]:
-    return open_transports(PDDisaggregationConfig(transport=kind), HOST)  # type: ignore[arg-type]
+def transports(kind: str, host: str = HOST) -> list[Transport]:
+    return open_transports(PDDisaggregationConfig(transport=kind), host)  # type: ignore[arg-type]
 
 
 class Planted:
@@ -73,16 +73,16 @@ def _fault(kind: str, share: list[WeightsShare], state: dict[str, Any]) -> Calla
     return at_write
 
 
-def _serve(folder: Path, way: str, fault: str, pipe: Connection) -> None:
+def _serve(folder: Path, way: str, fault: str, host: str, pipe: Connection) -> None:
     shares: list[WeightsShare] = []
     state: dict[str, Any] = {"served": ServedFolder(str(folder), model_hash(folder), weights_stamp(folder))}
     at_write = _fault(fault, shares, state)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     share = WeightsShare(
         context,
-        HOST,
+        host,
         lambda: state["served"],
-        lambda: [Planted(each, at_write) for each in transports(way)],  # type: ignore[misc]
+        lambda: [Planted(each, at_write) for each in transports(way, host)],  # type: ignore[misc]
     )
     shares.append(share)
     share.start(lambda name, run: threading.Thread(target=run, name=name, daemon=True), lambda: True)
@@ -93,14 +93,14 @@ def _serve(folder: Path, way: str, fault: str, pipe: Connection) -> None:
 
 
 class Source:
-    """A process that serves a folder."""
+    """A process that serves a folder, in the network namespace of the thread that makes it."""
 
-    def __init__(self, folder: Path, way: str = "shm", fault: str = "", name: str = "P0") -> None:
+    def __init__(self, folder: Path, way: str = "shm", fault: str = "", name: str = "P0", host: str = HOST) -> None:
         self._pipe, other = FORK.Pipe()
-        self.process = FORK.Process(target=_serve, args=(folder, way, fault, other), daemon=True)
+        self.process = FORK.Process(target=_serve, args=(folder, way, fault, host, other), daemon=True)
         self.process.start()
         assert self._pipe.poll(30)
-        self.neighbour = Neighbour(name, new_incarnation(), HOST, self._pipe.recv())
+        self.neighbour = Neighbour(name, new_incarnation(), host, self._pipe.recv())
 
     @property
     def writes(self) -> int:
@@ -127,12 +127,12 @@ def pieces_from(
     folder: Path,
     way: str = "shm",
     joiner: str = "D0",
-    compares: bool = False,
+    host: str = HOST,
 ) -> NeighbourPieces:
-    """Return what reads a folder's bytes from these sources."""
+    """Return what reads a folder's bytes from these sources, of which the last is asked first."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    opener = SessionOpener(joiner, model_hash(folder), context, lambda: transports(way))
-    return NeighbourPieces(lambda: [each.neighbour for each in sources], opener, compares)
+    opener = SessionOpener(joiner, model_hash(folder), context, lambda: transports(way, host))
+    return NeighbourPieces(lambda: [each.neighbour for each in reversed(sources)], opener, compares=False)
 
 
 def seconds(run: Callable[[], object]) -> float:
