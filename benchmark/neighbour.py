@@ -1,12 +1,14 @@
 """Loading a checkpoint from a cold folder, from a warm one, and from a running neighbour, in turn.
 
     python -m benchmark.neighbour [--gib 4] [--rounds 5] [--transport shm] [--joiners 1] [--dtype bfloat16]
+                                  [--disk-mb-s 200]
 
 Writes a random Qwen3 checkpoint of 16 bits twice: the copy of the neighbour stays in the page cache, as a host's does
 that has loaded it; that of the joiner is taken out of it before each load but the warm ones. Each load is a process of
 its own, and so is the neighbour. `--joiners`: so many load at once, each from its own copy; those that have loaded
-serve the others. Prints the seconds of each load and the medians. How cold a cold folder is, is the machine's matter:
-the share of the file that is in memory before each load is printed, too.
+serve the others. `--disk-mb-s`: what a joiner's disk gives, as a network file system would (needs root and the block
+device controller of control groups, version 1 or 2). Prints the seconds of each load and the medians, and the share of
+the joiner's file that is in memory before each.
 """
 
 from __future__ import annotations
@@ -111,15 +113,43 @@ def warm(folder: Path) -> None:
                 pass
 
 
+class SlowDisk:
+    """A control group whose processes read the disk of a folder at so many bytes a second."""
+
+    def __init__(self, folder: Path, bytes_per_s: int) -> None:
+        status = folder.stat().st_dev
+        disk = Path(f"/sys/dev/block/{os.major(status)}:{os.minor(status)}").resolve()
+        if (disk / "partition").exists():
+            disk = disk.parent
+        device = (disk / "dev").read_text().strip()
+        base = Path("/sys/fs/cgroup")
+        is_first = (base / "blkio").is_dir()
+        self._group = base / ("blkio" if is_first else "") / f"chitu-bench-{os.getpid()}"
+        if not is_first:
+            (base / "cgroup.subtree_control").write_text("+io")
+        self._group.mkdir()
+        limit = f"{device} {bytes_per_s}" if is_first else f"{device} rbps={bytes_per_s}"
+        (self._group / ("blkio.throttle.read_bps_device" if is_first else "io.max")).write_text(limit)
+
+    def add(self, pid: int) -> None:
+        (self._group / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Remove it. Its processes have ended."""
+        self._group.rmdir()
+
+
 class Joiner:
     """A process that loads."""
 
-    def __init__(self, folder: Path, arguments: argparse.Namespace, ports: Path | None) -> None:
+    def __init__(self, folder: Path, arguments: argparse.Namespace, ports: Path | None, disk: SlowDisk | None) -> None:
         command = [sys.executable, "-m", "benchmark.neighbour", "--load", str(folder), "--dtype", arguments.dtype]
         command += ["--transport", arguments.transport] + (["--ports", str(ports)] if ports is not None else [])
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._process.stdout.readline()
+        if disk is not None:
+            disk.add(self._process.pid)
 
     def run(self) -> dict[str, float]:
         """Load, and return what it took."""
@@ -134,11 +164,13 @@ class Joiner:
         self._process.wait()
 
 
-def measure(way: str, copies: list[Path], ports: Path, arguments: argparse.Namespace) -> list[float]:
+def measure(
+    way: str, copies: list[Path], ports: Path, arguments: argparse.Namespace, disk: SlowDisk | None
+) -> list[float]:
     """Load all copies at once in one way; return the seconds of each."""
     is_neighbour = way == "neighbour"
     before = set(ports.iterdir())
-    joiners = [Joiner(copy, arguments, ports if is_neighbour else None) for copy in copies]
+    joiners = [Joiner(copy, arguments, ports if is_neighbour else None, disk) for copy in copies]
     for copy in copies:
         (warm if way == "warm folder" else evict)(copy)
     share = statistics.mean(resident(weight_files(copy)[0]) for copy in copies)
@@ -166,6 +198,7 @@ def main() -> int:
     parser.add_argument("--transport", default="shm", choices=["shm", "mooncake", "nixl"])
     parser.add_argument("--joiners", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--disk-mb-s", type=int, help="read the joiners' disk no faster; unset: as fast as it is")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,10 +217,13 @@ def main() -> int:
         warm(source)
         (ports / str(serve(str(source), arguments.transport).port)).touch()
         found: dict[str, list[float]] = {way: [] for way in WAYS}
+        disk = SlowDisk(source, arguments.disk_mb_s * 1_000_000) if arguments.disk_mb_s else None
         for _ in range(arguments.rounds):
             for way in WAYS:
-                found[way].append(max(measure(way, copies, ports, arguments)))
+                found[way].append(max(measure(way, copies, ports, arguments, disk)))
             warm(source)
+        if disk is not None:
+            disk.close()
         for way, seconds in found.items():
             print(f"{way}: median {statistics.median(seconds):.2f} s for all, best {min(seconds):.2f}")
     return 0
