@@ -71,6 +71,12 @@ def rest_s(worked_s: float, is_idle: bool) -> float:
     return 0.0 if is_idle else min(REST * worked_s, LONGEST_REST_S)
 
 
+def _why(error: Exception) -> str:
+    if isinstance(error, ChituError):
+        return error.message
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 @dataclass(slots=True, eq=False)
 class _PieceReader:
     """A rank of an instance that loads."""
@@ -172,8 +178,8 @@ class WeightsShare:
             reader = self._readers[identity] = self._opened(message)
         except PieceRefused as error:
             return PiecesOpened(error.code, str(error))
-        except (ChituError, OSError) as error:
-            return PiecesOpened("refused", getattr(error, "message", str(error)))
+        except Exception as error:  # numbers of a message may be anything, and cost this instance nothing
+            return PiecesOpened("refused", _why(error))
         way = way_of(reader.transport)
         logger.info("sends weights to %s over %s", reader.joiner, way)
         return PiecesOpened(way=way)
@@ -217,8 +223,8 @@ class WeightsShare:
             return Piece(want.number, self._written(reader, want))
         except PieceRefused as error:
             found = Piece(want.number, 0, error.code, str(error))
-        except (ChituError, OSError) as error:
-            found = Piece(want.number, 0, "refused", getattr(error, "message", str(error)))
+        except Exception as error:  # as above
+            found = Piece(want.number, 0, "refused", _why(error))
         if reader is not None:
             logger.warning("sends no more weights to %s: %s", reader.joiner, found.message)
             self._forget(identity)

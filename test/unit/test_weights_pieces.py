@@ -366,6 +366,7 @@ def test_a_third_instance_is_told_that_the_source_is_busy_until_one_has_ended(so
         (WantPiece(1, "f", 0, 10, -1), "no place of the arena"),
         (WantPiece(1, "f", -1, 10, 0), "there is no file"),
         (WantPiece(1, "f", (64 << 20) - 9, 10, 0), "ends before byte"),
+        (WantPiece(1, "f", (1 << 64) - 1, 10, 0), "OverflowError"),
     ],
 )
 def test_a_want_of_what_is_not_there_is_refused_and_the_source_goes_on(
