@@ -473,6 +473,8 @@ class PDCoordination:
         is_repetition = present is not None and present.info == info
         if not is_repetition and (reason := self._kinds.why_incompatible(info)):
             raise IncompatibleLayout(reason)
+        if reason := self.weights.why_unable(info):
+            raise IncompatibleLayout(reason)
         if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s

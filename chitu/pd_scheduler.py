@@ -165,6 +165,10 @@ class PDScheduler:
         self._take_transfer_events()
         if not self.weights.is_settled:
             self._turn_weights()
+        if self.weights.adapters.is_leaving:
+            self.weights.note_requests(
+                Counter([sequence.adapter for sequence in self._sequences.queue(*SequenceState)])
+            )
         self._launched, self._has_lent = None, False
         if self.weights.freezes:
             if self._frozen_since_s is None:
@@ -240,9 +244,11 @@ class PDScheduler:
         if weights is None:
             return
         self._sync_all()
-        are_same = self.weights.is_same(weights)
+        keeps_base, is_awake = self.weights.keeps_base(weights), not self.weights.serves.sleep
         fingerprint = self.weights.change(weights)
-        if not are_same:  # what disk, store and host memory have is of the same weights
+        if keeps_base and is_awake:
+            return  # what is cached is as it was, and what runs keeps its adapter
+        if not keeps_base:  # else what disk, store and host memory have is of the same weights
             self._arrivals.flush_cache()
             self._cache.use_fingerprint(fingerprint)
         self._images.forget()

@@ -128,7 +128,7 @@ COMPARISON = (
         "LoRA adapters",
         "vLLM, SGLang, Dynamo",
         "yes ([how](lora.md))",
-        "the list is fixed when P and D start, since both must have the same",
+        "also while serving: `/admin/adapters`, on all instances together; not vLLM's `/v1/load_lora_adapter`",
     ),
     (
         "speculative decoding; `prediction`",
@@ -332,6 +332,7 @@ SHORT = {
     "/admin/drain": "drain",
     "/admin/role": "role",
     "/admin/weights": "weights",
+    "/admin/adapters": "adapters",
     "/admin/pause": "pause",
     "/admin/resume": "resume",
     "/admin/snapshot": "snapshot",

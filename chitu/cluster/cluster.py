@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,7 +25,15 @@ from chitu.errors import InUse, InvalidRequest, LastInstance, UnknownInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
-from chitu.protocol.admin import Canary, DrainReply, ProfileReply, RoleReply, SleepState, WeightsState
+from chitu.protocol.admin import (
+    AdaptersState,
+    Canary,
+    DrainReply,
+    ProfileReply,
+    RoleReply,
+    SleepState,
+    WeightsState,
+)
 from chitu.protocol.profile import PROFILE_VERSION, ProfileOrder
 from chitu.protocol.weights import PauseMode, SleepLevel
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
@@ -142,8 +150,16 @@ class Cluster:
         return ProfileReply([info.name for info in members], label, seconds, steps)
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
-        """See `WeightsDriver`, as for the next."""
+        """See `WeightsDriver`, as for the next ones."""
         return await self._weights.change(path, is_mixed, timeout_s)
+
+    def adapters(self, folders: Mapping[str, str]) -> AdaptersState:
+        return self._weights.adapters(folders)
+
+    async def change_adapters(
+        self, load: Mapping[str, str], unload: Collection[str], folders: Mapping[str, str], timeout_s: float
+    ) -> AdaptersState:
+        return await self._weights.change_adapters(load, unload, folders, timeout_s)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
         return await self._weights.pause(mode, timeout_s)

@@ -1,5 +1,5 @@
-"""Drives changes of weights, and pauses, in the process that keeps the membership: waits for what `router/weights.py`
-waits for, and tells it. Loop thread.
+"""Drives changes of weights and of LoRA adapters, and pauses, in the process that keeps the membership: waits for what
+`router/weights.py` waits for, and tells it. Loop thread.
 
 A change goes on if its caller has gone, and ends with this process: an uncommitted one leaves nothing, a committed one
 goes on by itself (`router/weights.py`)."""
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from chitu.errors import RequestTimeout, SleepRefused
 from chitu.pd_coordination import PDCoordination
-from chitu.protocol.admin import Sleeper, SleepState, WeightsState
+from chitu.protocol.admin import AdaptersState, AdapterState, Sleeper, SleepState, WeightsState
 from chitu.protocol.weights import PauseMode, SleepLevel, WeightsReport
 from chitu.router.weights import WeightsChange
 
@@ -46,18 +46,44 @@ class WeightsDriver:
     async def change(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """Change to the weights in a folder. Return when all instances serve them, or after `timeout_s` if the change
         is committed by then. Raises WeightsRefused, with nothing changed."""
-        change = self._coordination.weights.begin(path, is_mixed)
+        change = await self._run(self._coordination.weights.begin(path, is_mixed), timeout_s)
+        logger.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
+        return self.state()
+
+    def adapters(self, folders: Mapping[str, str]) -> AdaptersState:
+        """Return which LoRA adapters serve. `folders`: those of the topology, by name."""
+        weights = self._coordination.weights
+        found = [AdapterState(each.name, each.path, each.hash) for each in weights.adapters(folders)]
+        return AdaptersState(found, weights.serve.number, weights.missing(), weights.leaving)
+
+    async def change_adapters(
+        self, load: Mapping[str, str], unload: Collection[str], folders: Mapping[str, str], timeout_s: float
+    ) -> AdaptersState:
+        """Load LoRA adapters and take others off the list. Return when all instances serve the new list and no request
+        runs with one that is on it no more, or after `timeout_s` if the change is committed by then. Raises
+        ModelNotFound and WeightsRefused, with nothing changed."""
+        weights, loop = self._coordination.weights, asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        change = await self._run(weights.begin_adapters(load, unload, folders), timeout_s)
+        logger.info(
+            "the LoRA adapters are %s", ", ".join([each.name for each in change.wanted.adapters or ()]) or "none"
+        )
+        while weights.leaving and loop.time() < end_s:
+            await asyncio.sleep(POLL_S)
+        return self.adapters(folders)
+
+    async def _run(self, change: WeightsChange, timeout_s: float) -> WeightsChange:
+        """Drive a change to its end, or for `timeout_s` if it is committed by then, and raise its error."""
         self._coordination.publish_weights()
-        logger.info("a change to the weights in %s begins", path)
+        logger.info("a change to %s begins", change.what)
         task = asyncio.ensure_future(self._drive(change, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
         if change.error is not None:
-            logger.warning("the change to the weights in %s failed: %s", path, change.error)
+            logger.warning("the change to %s failed: %s", change.what, change.error)
             raise change.error
-        logger.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
-        return self.state()
+        return change
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
         """Have new requests wait at all routers, and running ones end or, with `keep`, stop where they are; empty: let

@@ -389,14 +389,19 @@ def _model_problems(path: str) -> Iterator[str]:
         yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
 
 
+def why_no_adapter_name(name: str, model: ModelConfig) -> str:
+    """Return why a LoRA adapter cannot have this name; empty if it can."""
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+        return f"{name!r} is no name: it must be 1 to {MAX_NAME_CHARS} printable characters"
+    is_base = name in (model.path, model.served_name or Path(model.path).name)
+    return f"{name!r} is the name of the model alone" if is_base else ""
+
+
 def _adapter_problems(model: ModelConfig) -> Iterator[str]:
-    base = (model.path, model.served_name or Path(model.path).name)
     for name, folder in model.adapters.items():
         key = f"model.adapters.{name}"
-        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
-            yield f"model.adapters: {name!r} is no name: it must be 1 to {MAX_NAME_CHARS} printable characters"
-        elif name in base:
-            yield f"{key}: {name!r} is the name of the model alone"
+        if why := why_no_adapter_name(name, model):
+            yield f"model.adapters: {why}"
         elif not (Path(folder) / ADAPTER_CONFIG).is_file():
             yield f"{key} is {folder!r}, which is no folder with a LoRA adapter: it has no {ADAPTER_CONFIG}"
 

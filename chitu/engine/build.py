@@ -63,7 +63,7 @@ from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, we
 from chitu.models.draft_layer import with_draft_layer
 from chitu.models.families import traits_of
 from chitu.models.layers import DecoderModel, Shard, Spread
-from chitu.models.lora import load_adapters
+from chitu.models.lora import Adapters, adaptable
 from chitu.models.model import Model, vision_of
 from chitu.models.served_folder import ServedFolder
 from chitu.models.weights import OpenPieces, Pieces, WeightSource, opened_pieces
@@ -155,10 +155,12 @@ def load_model(
 
             return build_generic(path, spec, torch_dtype, target, opened, shard, adapters, chosen, spread, images)
         model = build_decoder(spec, traits_of(spec), opened, chosen, target, spec.max_model_len, shard, spread)
-        if not adapters:
+        if spec.latent is not None or spec.state:
             return model
         part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
-        loaded = load_adapters(adapters, model, part.query, part.key, part.inner, torch_dtype, target)
+        loaded = Adapters(chosen, target, torch_dtype, adaptable(model, part.query, part.key, part.inner))
+        for number, adapter in enumerate(adapters, 1):
+            loaded.put(number, loaded.read(adapter))
         return replace(model, adapters=loaded)
 
 
@@ -508,7 +510,19 @@ def _weights_source(
             )
 
     path = target.topology.model.path
-    return WeightsSource(path, spec, load_into_host_memory, bool(target.adapters), target.window_state)
+    return WeightsSource(path, spec, load_into_host_memory, target.window_state, _why_unadapted(target, experts))
+
+
+def _why_unadapted(target: _Target, experts: ExpertGroup | None) -> str:
+    """Return why a rank takes no LoRA adapters while it serves, beyond what is wrong with each; empty if it does."""
+    topology, spec, instance = target.topology, target.spec, target.instance
+    if spec.code == "transformers" and instance.config.tp_size > 1:
+        return f"{spec.architecture} takes LoRA adapters with tp_size 1 only"
+    if num_lanes(topology.scheduler, instance) == 2:
+        return "prompts compute in a lane of their own (scheduler.lanes is 2)"
+    if experts is not None and not target.adapters and target.device.type == "cuda":
+        return "a group that shares experts, and was started without an adapter, has recorded steps (scheduler.graphs)"
+    return ""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

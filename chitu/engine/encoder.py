@@ -124,7 +124,7 @@ def build_encoder(
         with opened_pieces(open_pieces, folder, found) as pieces:
             return load_tower(folder, spec, TORCH_DTYPES[dtype], torch.device("cpu"), lambda done, total: None, pieces)
 
-    source = WeightsSource(path, spec, load_into_host_memory, False, False)
+    source = WeightsSource(path, spec, load_into_host_memory)
     encoder.weights = RankWeights(source, encoder, pools=(pool,))
     encoder.weights.no_sleep = "" if device.type == "cpu" else ON_GPU
     return encoder

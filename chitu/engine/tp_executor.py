@@ -13,7 +13,7 @@ same order, so slots and pages are always equal.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -25,7 +25,7 @@ from chitu.engine.process_watch import Lifeline, ProcessWatch, explaining
 from chitu.engine.profiler import RankProfiler
 from chitu.engine.rank_groups import RankGroup
 from chitu.engine.weights import RankWeights
-from chitu.engine.weights_loader import GivenBack, ReadWeights
+from chitu.engine.weights_loader import AdapterFolder, GivenBack, ReadWeights
 from chitu.errors import Internal
 from chitu.known_types import known
 from chitu.net.threads import ServiceThread
@@ -37,7 +37,7 @@ END_TIMEOUT_S = 10.0
 """Time for the followers to receive the last order. They are idle by then."""
 
 
-WeightsCall = Literal["begin", "begin_again", "collect", "change", "drop", "sleep"]
+WeightsCall = Literal["begin", "begin_again", "collect", "change", "drop", "sleep", "unload"]
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,8 +45,8 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     plan: StepPlan | None
     """Plan to run; None if the instance shuts down, or if the order is another one."""
-    weights: tuple[WeightsCall, str] | None = None
-    """Call of the follower's `RankWeights`, with a path, or a level."""
+    weights: tuple[WeightsCall, str, tuple[AdapterFolder, ...]] | None = None
+    """Call of the follower's `RankWeights`, with a path, or a level, and adapters."""
     record: bool | None = None
     """Argument of the follower's `ModelRunner.record`."""
     profile: tuple[str, int] | None = None
@@ -153,22 +153,22 @@ class TensorParallelWeights:
         self._group = group
         self._found: ReadWeights | None = None
 
-    def begin(self, path: str) -> None:
-        self._send("begin", path)
+    def begin(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
+        self._send("begin", path, adapters)
         self._found = None
-        self._own.begin(path)
+        self._own.begin(path, adapters)
 
-    def begin_again(self, path: str) -> None:
-        self._send("begin_again", path)
+    def begin_again(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
+        self._send("begin_again", path, adapters)
         self._found = None
-        self._own.begin_again(path)
+        self._own.begin_again(path, adapters)
 
     def poll(self) -> ReadWeights | None:
         if self._found is None and self._own.poll() is not None:
             self._send("collect")
             ranks = _collected(self._own, self._group)
             errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(ranks) if each.error]
-            if not errors and len({each.model_hash for each in ranks}) > 1:
+            if not errors and len({(each.model_hash, each.adapters) for each in ranks}) > 1:
                 errors = ["the ranks found different weights in this folder"]
             self._found = ReadWeights(error=errors[0]) if errors else ranks[MAIN_RANK]
         return self._found
@@ -178,6 +178,10 @@ class TensorParallelWeights:
         self._own.change()
         self._group.barrier()
         self._found = None
+
+    def unload(self, number: int) -> None:
+        self._send("unload", "", [AdapterFolder(number, "", "")])
+        self._own.unload(number)
 
     def drop(self) -> None:
         self._send("drop")
@@ -192,8 +196,8 @@ class TensorParallelWeights:
         self._found = None
         return _slept(self._own, self._group, level)
 
-    def _send(self, call: WeightsCall, path: str = "") -> None:
-        self._group.send(_encoder.encode(StepOrder(None, (call, path))))
+    def _send(self, call: WeightsCall, path: str = "", adapters: Sequence[AdapterFolder] = ()) -> None:
+        self._group.send(_encoder.encode(StepOrder(None, (call, path, tuple(adapters)))))
 
 
 def _collected(weights: RankWeights, group: RankGroup) -> list[ReadWeights]:
@@ -212,12 +216,14 @@ def _slept(weights: RankWeights, group: RankGroup, level: SleepLevel) -> GivenBa
     return GivenBack(sum(each.num_bytes for each in ranks), ranks[MAIN_RANK].keeps)
 
 
-def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, path: str) -> None:
+def _call_weights(
+    weights: RankWeights, group: RankGroup, call: WeightsCall, path: str, adapters: Sequence[AdapterFolder]
+) -> None:
     """Do on a follower what the main rank does with its own weights."""
     if call == "begin":
-        weights.begin(path)
+        weights.begin(path, adapters)
     elif call == "begin_again":
-        weights.begin_again(path)
+        weights.begin_again(path, adapters)
     elif call == "sleep":
         _slept(weights, group, 2 if path == "2" else 1)
     elif call == "collect":
@@ -225,6 +231,9 @@ def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, pat
     elif call == "change":
         weights.change()
         group.barrier()
+    elif call == "unload":
+        for each in adapters:
+            weights.unload(each.number)
     else:
         weights.drop()
 

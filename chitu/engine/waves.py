@@ -50,6 +50,6 @@ class Wave:
             self._rung = number
 
 
-def offer_of(age: tuple[int, str]) -> int:
+def offer_of(age: tuple[int, str, str]) -> int:
     """Return a number for weights (`Weights.age`) that is equal on all members."""
     return int.from_bytes(blake2b(repr(age).encode(), digest_size=7).digest(), "little") | 1

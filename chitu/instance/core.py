@@ -19,6 +19,7 @@ from chitu.engine.executor import MAX_DRAFT, Executor, Lockstep, PromptLane, Ste
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
+from chitu.instance.adapters import AdapterTable
 from chitu.instance.drafts import Drafts
 from chitu.instance.image_source import ImageSource, NoImages
 from chitu.instance.images import ImageGate
@@ -133,4 +134,5 @@ class InstanceCore:
         images = ImageGate(info, self.image_source, most_rows, silence_s, self.clock, engine.host_image_rows)
         resources = Resources(engine.cache, info.num_slots, engine.aux, engine.states, images)
         self.sequences = Sequences(resources, self.trace.end)
-        self.weights = WeightsKeeper(engine.weights, self.clock, feature_mark=engine.feature_mark)
+        adapters = AdapterTable(info.adapters)
+        self.weights = WeightsKeeper(engine.weights, self.clock, feature_mark=engine.feature_mark, adapters=adapters)

@@ -140,7 +140,7 @@ class DecodeManager:
         self._cache = self._resources.cache
         self._slots = self._resources.slots
         self._offload_keys = itertools.count()
-        self._has_adapters = bool(core.engine.executor.info.adapters)
+        self._adapters = core.weights.adapters
         self._drafts = core.drafts
         self._checks_rows = core.engine.executor.info.checks_rows
         self._guesses = core.engine.executor.info.guesses
@@ -161,7 +161,7 @@ class DecodeManager:
         """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
         first_tokens = self._sample_first_tokens(plan)
         decoding = [s for s in self._sequences.queue(SequenceState.RUNNING) if s.launched < s.max_new_tokens]
-        if self._has_adapters:  # rows of one adapter side by side, those without one first
+        if self._adapters.has_any:  # rows of one adapter side by side, those without one first
             decoding.sort(key=attrgetter("adapter"))
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding

@@ -173,8 +173,10 @@ class EncodeScheduler:
                 self._store.drop_all()
                 self.weights.sleep(level)
         elif weights is not None:
+            keeps_base = self.weights.keeps_base(weights)
             self.weights.change(weights)
-            self._store.drop_all()
+            if not keeps_base:
+                self._store.drop_all()
 
     def note_block(self) -> None:
         """Note that the tower computes: a sign of life, also of the orders that come meanwhile."""

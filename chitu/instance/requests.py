@@ -30,6 +30,7 @@ from chitu.errors import (
     WeightsChanged,
 )
 from chitu.grammars import CompiledGrammar
+from chitu.instance.adapters import LoadedAdapter
 from chitu.instance.core import InstanceCore
 from chitu.instance.images import wrong_images
 from chitu.instance.roles import InstanceRole
@@ -62,6 +63,7 @@ from chitu.protocol import (
     RequestFailed,
     RequestHead,
     RequestMessage,
+    RequestOptions,
     SampledRequest,
     SamplingParams,
     UnifiedRequest,
@@ -76,7 +78,7 @@ _KINDS = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedReque
 PRIORITY_SHARE = 0.25
 """Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
 no request waits longer than for half of that deadline."""
-NO_ADAPTER = (0, "")
+NO_ADAPTER = LoadedAdapter(0, "")
 """Number and hash of the model alone."""
 REPEATS = 3
 """Repeats of a report: more than the heartbeats during a reconnect; later ones wait in the new connection's queue."""
@@ -239,9 +241,6 @@ class RequestArrivals:
         self._weights = core.weights
         self._info = core.engine.executor.info
         self._eos = frozenset(self._info.eos_token_ids)
-        self._adapters = {name: (at, digest) for at, (name, digest) in enumerate(self._info.adapters, 1)}
-        """Number and hash of each LoRA adapter, by name."""
-        self._adapters[""] = NO_ADAPTER
         self._count = 0
         self._uncompiled: dict[bytes, SampledRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
@@ -358,10 +357,8 @@ class RequestArrivals:
             self._ends.refuse(sequence, RoleChanged(f"this instance serves no {kind} requests"))
         elif head.weights != self._weights.accepts:
             self._ends.refuse(sequence, self._other_weights(head.weights))
-        elif head.options.adapter not in self._adapters:
-            known = ", ".join(name for name, _ in self._info.adapters) or "none"
-            text = f"this instance has no LoRA adapter {head.options.adapter!r} (model.adapters: {known})"
-            self._ends.refuse(sequence, InvalidRequest(text))
+        elif head.options.adapter and (other := self._other_adapter(head.options)):
+            self._ends.refuse(sequence, other)
         elif refusal := self._refusal(sequence) or self._image_refusal(message):
             self._ends.refuse(sequence, refusal)
         else:
@@ -373,6 +370,20 @@ class RequestArrivals:
         return WeightsChanged(
             f"{self._core.settings.name} serves weights {serves}{change}; the request is for {wanted}"
         )
+
+    def _other_adapter(self, options: RequestOptions) -> ChituError | None:
+        """Return why a request cannot have its LoRA adapter here; None if it can."""
+        found, table = self._weights.adapters.find(options.adapter), self._weights.adapters
+        if found is not None and options.adapter_hash in ("", found.hash):
+            return None
+        if options.adapter_hash:
+            has = "none" if found is None else found.hash
+            return WeightsChanged(
+                f"{self._core.settings.name} has of the LoRA adapter {options.adapter!r} {has}; the request is for "
+                f"{options.adapter_hash}"
+            )
+        known = ", ".join(table.names) or "none"
+        return InvalidRequest(f"this instance has no LoRA adapter {options.adapter!r} (model.adapters: {known})")
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
@@ -408,7 +419,7 @@ class RequestArrivals:
         stop_ids: frozenset[int] = frozenset()
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        adapter, adapter_hash = self._adapters.get(options.adapter, NO_ADAPTER)
+        adapter, adapter_hash = self._weights.adapters.find(options.adapter) or NO_ADAPTER
         salt, images = options.cache_salt, () if head.images and _wrong_images(head) else head.images
         keys = None
         if salt is not None:

@@ -1,9 +1,11 @@
-"""The change of an instance to other weights: what to read, and when to change. Pure but for the loader.
+"""The change of an instance to other weights and LoRA adapters: what to read, and when to change. Pure but for the
+loader.
 
 Any thread gives `set_order` what the newest view says. The step thread calls `turn` while `is_settled` is False, and
 `change` between two steps. Invariants: an instance never goes back to older weights; it changes only to what it has
 read whole and checked, if that has the hash of the order; and unless the change is mixed, only while no request runs
-here. An arrival for other weights than `serves` is refused, so no request is computed with two of them.
+here. An arrival for other weights than `serves` is refused, so no request is computed with two of them. A change of
+adapters alone reads no weights, and what runs keeps its adapter (`AdapterTable`).
 
 An instance that sleeps has no weights to serve until it has read them again, and refuses every arrival. It sleeps until
 a newer word about pauses says otherwise, whatever router said that, so a router that starts again wakes nobody.
@@ -12,12 +14,13 @@ a newer word about pauses says otherwise, whatever router said that, so a router
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from chitu.clock import Clock
-from chitu.engine.weights_loader import GivenBack, ReadWeights, WeightsLoader
+from chitu.engine.weights_loader import AdapterFolder, GivenBack, ReadWeights, WeightsLoader
+from chitu.instance.adapters import AdapterTable
 from chitu.protocol import FEATURE_MARK_BYTES
 from chitu.protocol.weights import Pause, SleepLevel, Weights, WeightsOrder, WeightsReport
 
@@ -37,7 +40,7 @@ def join_orders(orders: Sequence[WeightsOrder], heard: Collection[int]) -> Weigh
     pause = max((order.pause for order in present), key=lambda pause: pause.age)
     return WeightsOrder(
         max((order.serve for order in orders), key=lambda weights: weights.age),
-        max(prepares, key=lambda weights: (weights.number, weights.path)) if prepares else None,
+        max(prepares, key=lambda weights: weights.key) if prepares else None,
         holds=any(order.holds for order in present),
         pause=pause,
         may_sleep=any(order.may_sleep and order.pause == pause for order in present),
@@ -51,9 +54,10 @@ class WeightsKeeper:
         clock: Clock,
         on_news: Callable[[], None] = lambda: None,
         feature_mark: bytes = bytes(FEATURE_MARK_BYTES),
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`on_news` is called, on the step thread, when there is something new to report. `feature_mark`: of the
-        weights at the start."""
+        weights at the start. `adapters`: None on an E, which has none."""
         self._loader = loader
         self._clock = clock
         self.on_news = on_news
@@ -82,6 +86,11 @@ class WeightsKeeper:
         self._unreadable: Weights | None = None
         """What the cluster serves, if it could not be read here the last time."""
         self._retry_s = 0.0
+        self.adapters = adapters or AdapterTable()
+        self._has_adapters = adapters is not None
+        self._folders: list[AdapterFolder] = []
+        """Adapters among what the loader reads or has read."""
+        self._leaving: tuple[tuple[str, int], ...] = ()
 
     def set_order(self, order: WeightsOrder) -> None:
         """Take the order of the newest view. Any thread."""
@@ -117,11 +126,8 @@ class WeightsKeeper:
                 self._loader.drop()
                 self._forget()
             return None
-        if self._reading is None or (self._reading.number, self._reading.path) != (wanted.number, wanted.path):
-            logger.info("reading the weights in %s", wanted.path or FIRST_FOLDER)
-            self._forget()
-            self._reading = wanted
-            (self._loader.begin_again if self.is_same(wanted) else self._loader.begin)(wanted.path)
+        if self._reading is None or self._reading.key != wanted.key:
+            self._begin(wanted)
         if self._read is None:
             self._read = self._loader.poll()
             if self._read is None:
@@ -131,10 +137,8 @@ class WeightsKeeper:
         if not is_due:
             return None
         read = self._read
-        if not read.error and read.model_hash != wanted.model_hash and not (self.is_same(wanted) and not wanted.number):
-            read = self._read = ReadWeights(
-                error=f"{wanted.path} has the model_hash {read.model_hash}, and the cluster serves {wanted.model_hash}"
-            )
+        if not read.error and (why := self._why_other(wanted, read)):
+            read = self._read = ReadWeights(error=why)
             self._note_read(wanted, read)
         self.is_settled = False
         self._unreadable = wanted if read.error else None
@@ -146,15 +150,22 @@ class WeightsKeeper:
 
     def change(self, weights: Weights) -> bytes | None:
         """Put what `turn` returned in the place of the weights that serve. No step is in flight. Return the fingerprint
-        for the keys of cached pages."""
+        for the keys of cached pages, unless `keeps_base` says that they stay."""
         assert self._read is not None
-        fingerprint, self.feature_mark = self._read.fingerprint, self._read.feature_mark
+        fingerprint = self._read.fingerprint
+        if not self.keeps_base(weights):
+            self.feature_mark = self._read.feature_mark
         self._loader.change()
+        if self._has_adapters:
+            for number in self.adapters.change(weights.adapters, {each.name: each.number for each in self._folders}):
+                self._loader.unload(number)
         self._wake()
         self.serves, self.accepts = weights, weights.number
         self._forget()
         self.is_settled = False  # the order may have more
-        logger.info("serves the weights in %s (model_hash %s)", weights.path or FIRST_FOLDER, weights.model_hash)
+        names = "" if weights.adapters is None else f"; LoRA adapters: {', '.join(self.adapters.names) or 'none'}"
+        folder = weights.path or FIRST_FOLDER
+        logger.info("serves the weights in %s (model_hash %s)%s", folder, weights.model_hash, names)
         return fingerprint
 
     @property
@@ -162,9 +173,9 @@ class WeightsKeeper:
         """The last word about pauses: that of the order, or an older router's by which it sleeps."""
         return max(self._order.pause, self._slept, key=lambda pause: pause.age)
 
-    def is_same(self, weights: Weights) -> bool:
-        """Return whether it gave these back, and reads them again."""
-        return bool(self.serves.sleep) and weights == self.serves.awake
+    def keeps_base(self, weights: Weights) -> bool:
+        """Return whether weights differ from those that serve, or that it gave back, in their adapters alone."""
+        return weights.base_number == self.serves.base_number
 
     @property
     def sleep_due(self) -> SleepLevel:
@@ -188,11 +199,50 @@ class WeightsKeeper:
             logger.info("awake again")
         self._slept, self._given, self.serves = Pause(), GivenBack(), self.serves.awake
 
+    def note_requests(self, num_requests: Mapping[int, int]) -> None:
+        """Give back the memory of adapters that serve no more and that no request has. `num_requests`: by the number of
+        their adapter. The step thread says so in every turn while an adapter leaves."""
+        for number in self.adapters.take_unused(num_requests):
+            self._loader.unload(number)
+        self._leaving = self.adapters.leaving(num_requests)
+        self._set_report(self.report)
+
+    def _begin(self, wanted: Weights) -> None:
+        folders = self.adapters.to_read(wanted.adapters) if self._has_adapters else []
+        for each in folders:
+            logger.info("reading the LoRA adapter %s in %s", each.name, each.path)
+        keeps_base, is_gone = self.keeps_base(wanted), self.serves.sleep == 2
+        if is_gone or not keeps_base:
+            logger.info("reading the weights in %s", wanted.path or FIRST_FOLDER)
+        self._forget()
+        self._reading, self._folders = wanted, folders
+        if keeps_base and is_gone:
+            self._loader.begin_again(wanted.path, folders)
+        else:
+            self._loader.begin("" if keeps_base else wanted.path, folders)
+
+    def _why_other(self, wanted: Weights, read: ReadWeights) -> str:
+        """Return why what was read is not what the cluster serves; empty if it is."""
+        if wanted.model_hash and read.model_hash not in ("", wanted.model_hash):
+            return f"{wanted.path} has the model_hash {read.model_hash}, and the cluster serves {wanted.model_hash}"
+        hashes = {each.name: each.hash for each in wanted.adapters or ()}
+        for folder, found in zip(self._folders, read.adapters, strict=True):
+            if found != hashes[folder.name]:
+                return (
+                    f"the LoRA adapter {folder.name} in {folder.path} has the hash {found}, and the cluster serves "
+                    f"{hashes[folder.name]}"
+                )
+        return ""
+
     def _note_read(self, wanted: Weights, read: ReadWeights) -> None:
         if read.error:
             logger.error("cannot change to the weights in %s: %s", wanted.path or FIRST_FOLDER, read.error)
         self._retry_s = self._clock.monotonic() + RETRY_S
         prepared = msgspec.structs.replace(wanted, model_hash=wanted.model_hash or read.model_hash)
+        if wanted.adapters is not None and not read.error:
+            hashes = dict(zip([each.name for each in self._folders], read.adapters, strict=True))
+            named = [msgspec.structs.replace(one, hash=one.hash or hashes.get(one.name, "")) for one in wanted.adapters]
+            prepared = msgspec.structs.replace(prepared, adapters=tuple(named))
         self._set_report(WeightsReport(self.serves, prepared, read.error))
 
     def _forget(self, keeps_report: bool = False) -> None:
@@ -213,6 +263,7 @@ class WeightsKeeper:
             freed_bytes=self._given.num_bytes,
             keeps=self._given.keeps,
             no_sleep=no_sleep,
+            leaving=self._leaving,
         )
         if report != self.report:
             self.report = report

@@ -111,6 +111,10 @@ class AdapterSpec:
     def weights(self) -> Path:
         return self.folder / ADAPTER_WEIGHTS
 
+    def num_numbers(self, linear: Mapping[str, tuple[int, ...]]) -> int:
+        """Return how many numbers it has, of a model with these `linear_layers`."""
+        return sum(one.rank * sum(linear[layer]) for layer, one in self.layers.items())
+
     def hash(self) -> str:
         """Return 32 hex digits of all bytes of its two files."""
         digest = hashlib.sha256()
@@ -133,28 +137,11 @@ def hashes_of(adapters: Sequence[AdapterSpec]) -> tuple[tuple[str, str], ...]:
 def read_adapter(name: str, folder: str | Path, model: ModelSpec, path: str | Path) -> AdapterSpec:
     """Return an adapter of this model, whose folder is `path`, checked by the header of its weights. Raises ConfigError
     for files that are missing, broken or of another model, UnsupportedModel for what is not computed here."""
-    found = AdapterSpec(name, Path(folder), {})
-    where = f"{found.key}: {found.folder / ADAPTER_CONFIG}"
-    if model.latent is not None:
-        raise UnsupportedModel(f"{found.key}: LoRA adapters are not supported for models with latent attention")
-    if model.state:
-        raise UnsupportedModel(f"{found.key}: LoRA adapters are not supported for models with recurrent state")
-    values = _KEYS.read(_read_json(found.folder / ADAPTER_CONFIG, where), where)
-    linear = _linear_layers(model, path)
-    try:
-        layers = {layer: _adapted(values, layer, where) for layer in linear if _is_target(values, layer)}
-    except re.error as error:
-        raise ConfigError(f"{where}: the regular expression {error.pattern!r} is invalid: {error.msg}") from error
-    if not layers:
-        raise UnsupportedModel(
-            f"{where}: target_modules {values['target_modules']!r} names no layer that can be adapted here: the "
-            "projections of attention, and of the MLP where it is dense"
-        )
-    _check_tensors(found, layers, linear)
-    return AdapterSpec(name, found.folder, layers)
+    require_adaptable(f"model.adapters.{name}", model)
+    return adapter_of(name, folder, linear_layers(model, path))
 
 
-def _linear_layers(model: ModelSpec, path: str | Path) -> dict[str, tuple[int, ...]]:
+def linear_layers(model: ModelSpec, path: str | Path) -> dict[str, tuple[int, ...]]:
     """Return the layers that an adapter may adapt, with the shapes of their weights."""
     if model.code == "own":
         shapes, layers = dict(tensor_shapes(model, traits_of(model))), LINEAR_LAYERS
@@ -166,6 +153,32 @@ def _linear_layers(model: ModelSpec, path: str | Path) -> dict[str, tuple[int, .
         for name, shape in shapes.items()
         if layers.fullmatch(name) and len(shape) == 2
     }
+
+
+def require_adaptable(key: str, model: ModelSpec) -> None:
+    """Raise UnsupportedModel for a model that takes no adapters."""
+    if model.latent is not None:
+        raise UnsupportedModel(f"{key}: LoRA adapters are not supported for models with latent attention")
+    if model.state:
+        raise UnsupportedModel(f"{key}: LoRA adapters are not supported for models with recurrent state")
+
+
+def adapter_of(name: str, folder: str | Path, linear: Mapping[str, tuple[int, ...]]) -> AdapterSpec:
+    """Return an adapter of a model with these `linear_layers`, as `read_adapter` does."""
+    found = AdapterSpec(name, Path(folder), {})
+    where = f"{found.key}: {found.folder / ADAPTER_CONFIG}"
+    values = _KEYS.read(_read_json(found.folder / ADAPTER_CONFIG, where), where)
+    try:
+        layers = {layer: _adapted(values, layer, where) for layer in linear if _is_target(values, layer)}
+    except re.error as error:
+        raise ConfigError(f"{where}: the regular expression {error.pattern!r} is invalid: {error.msg}") from error
+    if not layers:
+        raise UnsupportedModel(
+            f"{where}: target_modules {values['target_modules']!r} names no layer that can be adapted here: the "
+            "projections of attention, and of the MLP where it is dense"
+        )
+    _check_tensors(found, layers, linear)
+    return AdapterSpec(name, found.folder, layers)
 
 
 def _read_json(file: Path, where: str) -> dict[str, Any]:

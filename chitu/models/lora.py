@@ -12,13 +12,13 @@ rows; of one that is cut by input, A has this rank's columns, and the sum over t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, Internal
 from chitu.models.adapters import DOWN, PREFIX, UP, AdapterSpec
 from chitu.models.layers import AttentionLayer, DecoderModel, GatedMLP
 from chitu.models.weights import TensorFiles
@@ -52,6 +52,11 @@ class LowRank:
                 part_TO[rows] += added_NO
             else:
                 part_TO.index_add_(0, rows, added_NO)
+
+    def on(self, device: torch.device) -> LowRank:
+        """Return it in the memory of a device."""
+        ups = tuple([up._replace(weight_OR=up.weight_OR.to(device)) for up in self.ups])
+        return LowRank(self.down_RI.to(device), ups)
 
 
 LowRanks = Mapping[int, LowRank]
@@ -93,17 +98,6 @@ class AdaptedLinears:
             if low_rank is not None:
                 low_rank.add(x_TI, out_TO, rows)
         return out_TO
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """The adapters of a model, by their numbers from 1."""
-
-    ops: Ops
-    low_ranks: Sequence[LowRanks]
-
-    def linears(self, adapted: Sequence[AdapterRows]) -> AdaptedLinears:
-        return AdaptedLinears(self.ops, [(self.low_ranks[number - 1], rows) for number, rows in adapted])
 
 
 class Cut(NamedTuple):
@@ -148,18 +142,58 @@ class AdapterFiles:
         return LowRank(torch.cat(downs), tuple(ups)) if downs else None
 
 
-def load_adapters(
-    specs: Sequence[AdapterSpec],
-    model: DecoderModel,
-    query: range,
-    key: range,
-    inner: range,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Adapters:
-    """Read this rank's part of each adapter. `query`, `key`, `inner`: its rows of q, of k and v, and of the MLP. Raises
-    ConfigError as `AdapterFiles` does."""
-    weights: list[tuple[LinearWeight, list[Cut]]] = []
+ReadAdapter = Sequence[LowRank | None]
+"""What an adapter adds to each weight that can be adapted, in the order of the model (`adaptable`); on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model, by their numbers."""
+
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    weights: Sequence[tuple[LinearWeight, Sequence[Cut]]]
+    """`adaptable` of the model."""
+    low_ranks: dict[int, LowRanks] = field(default_factory=dict)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.low_ranks)
+
+    def linears(self, adapted: Sequence[AdapterRows]) -> AdaptedLinears:
+        for number, _ in adapted:
+            if number not in self.low_ranks:
+                raise Internal(f"rows with LoRA adapter {number}, and loaded are {sorted(self.low_ranks)}")
+        return AdaptedLinears(self.ops, [(self.low_ranks[number], rows) for number, rows in adapted])
+
+    def read(self, spec: AdapterSpec) -> ReadAdapter:
+        """Read this rank's part of an adapter into host memory. Any thread. Raises ConfigError as `AdapterFiles`
+        does."""
+        with torch.inference_mode(), AdapterFiles(spec, self.dtype, torch.device("cpu")) as files:
+            return [files.read(cuts) for _, cuts in self.weights]
+
+    def put(self, number: int, adapter: ReadAdapter) -> None:
+        """Compute with what was read. No step is in flight."""
+        pairs = zip(self.weights, adapter, strict=True)
+        self.low_ranks[number] = {id(w): part.on(self.device) for (w, _), part in pairs if part is not None}
+
+    def drop(self, number: int) -> None:
+        """Give back the memory of an adapter, which no slot has."""
+        self.low_ranks.pop(number, None)
+
+    def take_over(self, other: Adapters) -> None:
+        """Compute with the adapters of a model of the same kind, which this one replaces."""
+        for number, low_ranks in other.low_ranks.items():
+            places = zip(other.weights, self.weights, strict=True)
+            found = [(id(mine), low_ranks.get(id(theirs))) for (theirs, _), (mine, _) in places]
+            self.low_ranks[number] = {key: part for key, part in found if part is not None}
+
+
+def adaptable(model: DecoderModel, query: range, key: range, inner: range) -> list[tuple[LinearWeight, Sequence[Cut]]]:
+    """Return the weights to whose results adapters may add, with their projections. `query`, `key`, `inner`: this
+    rank's rows of q, of k and v, and of the MLP."""
+    weights: list[tuple[LinearWeight, Sequence[Cut]]] = []
     for index, layer in enumerate(model.layers):
         attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
         if isinstance(attention, AttentionLayer):
@@ -169,9 +203,4 @@ def load_adapters(
         if isinstance(mlp, GatedMLP):
             weights.append((mlp.gate_up, [Cut(f"{prefix}.mlp.{name}", inner) for name in ("gate_proj", "up_proj")]))
             weights.append((mlp.down, [Cut(f"{prefix}.mlp.down_proj", columns=inner)]))
-    found = []
-    for spec in specs:
-        with AdapterFiles(spec, dtype, device) as files:
-            read = ((id(weight), files.read(cuts)) for weight, cuts in weights)
-            found.append({key: low_rank for key, low_rank in read if low_rank is not None})
-    return Adapters(model.ops, found)
+    return weights

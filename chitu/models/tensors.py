@@ -1,5 +1,5 @@
-"""The tensors of a loaded model or of a part of it, whatever it is made of: to compare two, and to give one the numbers
-of the other."""
+"""The tensors of a loaded model or of a part of it, whatever it is made of, without its LoRA adapters: to compare two,
+and to give one the numbers of the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor | PackedW
             yield from _leaves(each, f"{name}[{at}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            if field.name not in ("ops", "shard"):
+            if field.name not in ("ops", "shard", "adapters"):
                 yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
     elif hasattr(value, "parts"):  # `GenericModel`, whose modules are the library's
         yield from _leaves([value.parts.decoder, value.parts.head], f"{name}.parts")

@@ -33,8 +33,6 @@ from chitu.protocol.cluster import (
     MemberMessage,
     PathLoad,
     RequestFailed,
-    RouteEntry,
-    RouteGroup,
     StateTensor,
     StatsMessage,
     StepRates,
@@ -131,6 +129,7 @@ from chitu.protocol.requests import (
     scheduler_codec,
     token_codec,
 )
+from chitu.protocol.routes import RouteEntry, RouteGroup
 from chitu.protocol.wire import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,

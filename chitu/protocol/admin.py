@@ -78,6 +78,28 @@ class SleepState(msgspec.Struct, frozen=True):
     """While it is to be awake: instances that cannot serve yet, with the reason if one cannot read its weights."""
 
 
+class AdapterState(msgspec.Struct, frozen=True):
+    """A LoRA adapter that requests may choose."""
+
+    name: str
+    path: str
+    """Its folder; empty if this router does not know it."""
+    hash: str
+    """Hash of all bytes of its files."""
+
+
+class AdaptersState(msgspec.Struct, frozen=True):
+    """Which LoRA adapters the cluster serves."""
+
+    adapters: list[AdapterState]
+    number: int
+    """Changes since the start of the cluster, of weights and of adapters."""
+    missing: list[str]
+    """Instances that do not have them yet, and get no requests before."""
+    leaving: list[str]
+    """Adapters that serve no more, by instance, and how many requests still run with each."""
+
+
 class Canary(msgspec.Struct, frozen=True):
     """The share of requests that goes to one revision of the instances."""
 

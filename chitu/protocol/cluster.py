@@ -1,5 +1,4 @@
-"""Membership and load of instances: stats port (29600), coordination (29800), the view (29801), bootstrap (8080,
-JSON)."""
+"""Membership and load of instances: stats port (29600), coordination (29800), the view (29801)."""
 
 from __future__ import annotations
 
@@ -566,10 +565,20 @@ class InstanceInfo(Wire, frozen=True):
 
     @property
     def served_layout(self) -> KVLayout:
-        """Layout with the hash of the weights that it computes with."""
-        if not self.weights.model_hash:
+        """Layout with the hashes of the weights and adapters that it computes with."""
+        if not self.weights.number:
             return self.layout
-        return msgspec.structs.replace(self.layout, model_hash=self.weights.model_hash)
+        return msgspec.structs.replace(self.layout, model_hash=self.model_hash, adapters=self.adapters)
+
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """LoRA adapters that serve, as in the layout."""
+        served = self.weights.adapters
+        return self.layout.adapters if served is None else tuple([(one.name, one.hash) for one in served])
+
+    def adapter_hash(self, name: str) -> str:
+        """Return the hash of an adapter that serves; empty if there is none of this name."""
+        return dict(self.adapters).get(name, "")
 
     @property
     def returns(self) -> bool:
@@ -669,33 +678,6 @@ ViewMessage = Union[ClusterView, ViewChange]
 MemberMessage = Union[Join, Leave, Drain]
 CoordinationMessage = Union[Join, Leave, Drain, FetchImage]
 CoordinationReply = Union[JoinReply, Drain, ImageFile, ProfileOrder]
-
-# --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
-
-
-class RouteGroup(msgspec.Struct, frozen=True):
-    """The group of a wide instance, as `/route` shows it to a member of it (`GroupPlace`)."""
-
-    id: str
-    """Decimal; a string because it does not fit a JavaScript number."""
-    dp_rank: int
-    dp_size: int
-    shares_experts: bool
-    engine_ranks: tuple[int, ...]
-    """Of the members that are in the cluster, by data rank: complete if there are `dp_size`."""
-
-
-class RouteEntry(Wire, frozen=True):
-    """`GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
-
-    role: Role
-    engine_rank: int
-    rank_ip: str
-    rank_port: int
-    tp_size: int
-    incarnation: int
-    layout: KVLayout
-    group: RouteGroup | None = None
 
 
 stats_codec: Codec[StatsMessage] = Codec(StatsMessage)

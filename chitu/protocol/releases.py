@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import NoInstance
-from chitu.protocol.cluster import InstanceInfo, LoadReport, RouteEntry
+from chitu.protocol.cluster import InstanceInfo, LoadReport
 from chitu.protocol.images import FetchImage, ImageFile, ImagePart
-from chitu.protocol.requests import RequestHead
+from chitu.protocol.requests import RequestHead, RequestOptions
+from chitu.protocol.routes import RouteEntry
 from chitu.protocol.weights import Pause, Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
@@ -39,11 +40,13 @@ ADDED: dict[type[msgspec.Struct], dict[str, Added]] = {
     ImagePart: {"time": Added(21, _VIDEO), "continues": Added(21, _VIDEO)},
     LoadReport: {"image_load": Added(21)},
     RequestHead: {"encoders": Added(21)},
+    RequestOptions: {"adapter_hash": Added(21)},
     RouteEntry: {"group": Added(21)},
-    Weights: {"sleep": Added(21)},
+    # No member of such a release is in a cluster whose adapters have changed (`ClusterWeights.why_unable`).
+    Weights: {"sleep": Added(21), "adapters": Added(21), "base": Added(21)},
     Pause: {"sleep": Added(21), "stays": Added(21)},
     WeightsOrder: {"may_sleep": Added(21)},
-    WeightsReport: {"freed_bytes": Added(21), "keeps": Added(21), "no_sleep": Added(21)},
+    WeightsReport: {"freed_bytes": Added(21), "keeps": Added(21), "no_sleep": Added(21), "leaving": Added(21)},
 }
 """By record and field. A record that is an array gets new fields only behind the others."""
 

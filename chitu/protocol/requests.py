@@ -124,6 +124,9 @@ class RequestOptions(Wire, frozen=True):
     """Name of the LoRA adapter that computes with the model; empty: the model alone."""
     is_drafted: bool = True
     """Whether tokens may be drafted ahead, where the instance does so. Its tokens are the same in any case."""
+    adapter_hash: str = ""
+    """Hash of the adapter that the request began with, or is to begin with: an instance where that name has another
+    content refuses it. Empty: whatever has the name."""
 
 
 class RequestHead(Wire, frozen=True):

@@ -15,6 +15,20 @@ SleepLevel = Literal[0, 1, 2]
 """What an instance has given back: nothing, the memory of KV pages, or that of the weights, too."""
 SLEEP_VERSION = 21
 """Version of the wire since which instances can sleep."""
+ADAPTERS_VERSION = 21
+"""Version of the wire from which on an instance changes its LoRA adapters while it serves."""
+MAX_ADAPTERS = 64
+"""Most LoRA adapters after a change of them: each heartbeat and each record of the view names all."""
+
+
+class ServedAdapter(Wire, frozen=True, array_like=True):
+    """A LoRA adapter that requests may choose."""
+
+    name: str
+    path: str
+    """Folder, on every instance."""
+    hash: str = ""
+    """As in `KVLayout.adapters`; empty until the instances have read it."""
 
 
 class Weights(Wire, frozen=True):
@@ -38,10 +52,25 @@ class Weights(Wire, frozen=True):
         """The same, of an instance that does not sleep."""
         return msgspec.structs.replace(self, sleep=0) if self.sleep else self
 
+    adapters: tuple[ServedAdapter, ...] | None = None
+    """LoRA adapters beside the model, by name; None: those that the instance was started with."""
+    base: int = 0
+    """With `adapters`: number of the last change of the model's own weights; those after it changed adapters alone."""
+
     @property
-    def age(self) -> tuple[int, str]:
-        """Sort key: the larger one is newer. Two changes of one number, of two routers, are ordered by their hash."""
-        return self.number, self.model_hash
+    def age(self) -> tuple[int, str, str]:
+        """Sort key: the larger one is newer. Two changes of one number, of two routers, are ordered by their hashes."""
+        return self.number, self.model_hash, " ".join([f"{one.name}={one.hash}" for one in self.adapters or ()])
+
+    @property
+    def base_number(self) -> int:
+        """Number of the last change of the model's own weights."""
+        return self.number if self.adapters is None else self.base
+
+    @property
+    def key(self) -> tuple[int, str, tuple[tuple[str, str], ...]]:
+        """What names a change before its hashes are known, and orders those of two routers."""
+        return self.number, self.path, tuple([(one.name, one.path) for one in self.adapters or ()])
 
     def goes_on_from(self, earlier: Weights) -> bool:
         """Return whether a request that has tokens of earlier weights may have tokens of these, too: every change in
@@ -106,3 +135,5 @@ class WeightsReport(Wire, frozen=True):
     """Of one that sleeps: what it could not give back, and why."""
     no_sleep: str = ""
     """With a pause that sleeps: why it does not. It stays drained."""
+    leaving: tuple[tuple[str, int], ...] = ()
+    """LoRA adapters that serve no more, and how many requests still run with each."""

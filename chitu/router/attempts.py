@@ -185,8 +185,9 @@ class Attempts:
     def start(self, generations: list[Generation], is_admitted: bool = False) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
-        takes them. Raises NoInstance if there is none, TooManyRequests if there are too many files of images, and
-        Overloaded unless `is_admitted` if it would wait too long in the way that was chosen."""
+        takes them. Raises NoInstance if there is none, TooManyRequests if there are too many files of images,
+        ModelNotFound or WeightsChanged if its LoRA adapter serves no more, and Overloaded unless `is_admitted` if it
+        would wait too long in the way that was chosen."""
         request = generations[0].request
         if request.files:
             self.files.require_room(request.files)
@@ -195,6 +196,8 @@ class Attempts:
         limits = request.prefix_salt, request.sampling.max_tokens, request.slo
         admit = None if is_admitted else self._admission.require_way
         way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit, request.images)
+        if (other := generations[0].why_other_adapter(way.decode)) is not None:
+            raise other
         count = 1 if len(generations) == 1 else max_choices(way.decode, request.num_tokens)
         together = generations[:count]
         group, groups = PromptGroup(new_room()) if len(together) > 1 else None, self._members.groups_of(way)

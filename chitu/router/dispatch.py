@@ -107,6 +107,9 @@ class Dispatcher:
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
+        options = request.options
+        if options.adapter:
+            options = msgspec.structs.replace(options, adapter_hash=attempt.generation.adapter_hash)
         head = RequestHead(
             room=room,
             request_id=request.request_id,
@@ -114,7 +117,7 @@ class Dispatcher:
             num_emitted=attempt.num_continued,
             router=self._router,
             weights=decode.weights.number,
-            options=request.options,
+            options=options,
             images=request.images,
             encoders=way.encoders,
         )

@@ -17,8 +17,10 @@ from msgspec import UNSET, Struct
 
 from chitu.errors import (
     ChituError,
+    ModelNotFound,
+    WeightsChanged,
 )
-from chitu.protocol import Finish, Fork, ImagePart, RequestOptions, SamplingParams
+from chitu.protocol import Finish, Fork, ImagePart, InstanceInfo, RequestOptions, SamplingParams
 from chitu.protocol.account import DraftCounts, RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.candidates import NO_GROUPS, Groups, InstanceKey, Way
 from chitu.router.costs import NO_SLO, SLO
@@ -284,6 +286,8 @@ class Generation:
     weights: list[tuple[int, str]] = field(default_factory=list)
     """Hashes of the models that its tokens are of, each with the index of its first token: one, unless weights changed
     under it (a mixed change)."""
+    adapter_hash: str = ""
+    """Hash of the LoRA adapter that its tokens are of; empty without one."""
     drafts: DraftCounts = ()
     """What was drafted in all of its attempts, as far as D reported their ends."""
     finish: Finish | None = None
@@ -357,6 +361,21 @@ class Generation:
             self.weights.pop()
         if not self.weights or self.weights[-1][1] != model_hash:
             self.weights.append((first, model_hash))
+
+    def why_other_adapter(self, instance: InstanceInfo) -> ChituError | None:
+        """Return why the request cannot begin, or go on, with this instance: its LoRA adapter serves no more, or has
+        another content than its tokens are of. None if it can."""
+        name = self.request.options.adapter
+        if not name:
+            return None
+        found, wanted = instance.adapter_hash(name), self.adapter_hash or self.request.options.adapter_hash
+        if self.num_emitted and wanted and found != wanted:
+            now = f"has the hash {found} by now" if found else "serves no more"
+            return WeightsChanged(
+                f"{self.num_emitted} tokens were computed with the LoRA adapter {name!r} of the hash {wanted}, "
+                f"and it {now}"
+            )
+        return None if found else ModelNotFound(f"the model {name!r} does not exist any more")
 
     def end_reason(self) -> str:
         """Return why the newest token is the last one, as D would report it; empty if more are to come."""

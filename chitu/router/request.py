@@ -252,12 +252,15 @@ class GenerationMachine:
             if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink)):
                 self._no_pair(generation, before, failure)
                 return
-            if (changed := _other_weights(generation, before, way)) is not None:
+            changed = _other_weights(generation, before, way) or generation.why_other_adapter(way.decode)
+            if changed is not None:
                 self._no_pair(generation, before, Failure(changed, frozenset()))
                 return
         if not self._enter(generation, _E.CHOSEN):
             return
         generation.note_weights(way.decode.model_hash)
+        if name := generation.request.options.adapter:
+            generation.adapter_hash = way.decode.adapter_hash(name)
         if before is not None and failure is not None:
             generation.record.add(failure, before.has_progressed)
             before.error = failure.error

@@ -6,6 +6,10 @@ it, and reports its hash; one that cannot ends the change, with nothing lost. *C
 and each member changes between two steps. In between new requests wait on all routers, which learn of it from the
 members' reports, until these say that no request runs, unless the change is mixed.
 
+A change of LoRA adapters alone is such a change, too: it is mixed, and `Weights.base` says that the model's own weights
+stay. Which adapters serve is a list in the record, so whoever learns the weights learns them. Requests with an adapter
+that is taken off the list run to their end (`WeightsReport.leaving`).
+
 E prepare and change with the others, and nothing waits until they have changed: a P asks only an E that has its own
 weights.
 
@@ -18,17 +22,21 @@ the one that was asked.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from chitu.errors import ChituError, SleepRefused, WeightsRefused
+from chitu.errors import ChituError, ModelNotFound, SleepRefused, WeightsRefused
 from chitu.protocol import InstanceInfo
 from chitu.protocol.weights import (
+    ADAPTERS_VERSION,
+    MAX_ADAPTERS,
     SLEEP_VERSION,
     Pause,
     PauseMode,
+    ServedAdapter,
     SleepLevel,
     Weights,
     WeightsOrder,
@@ -49,6 +57,8 @@ class WeightsChange:
     phase: Phase = "prepare"
     error: ChituError | None = None
     """Why it failed."""
+    what: str = ""
+    """What it changes to, for errors and the log."""
 
     @property
     def is_over(self) -> bool:
@@ -189,21 +199,93 @@ class ClusterWeights:
     def begin(self, path: str, is_mixed: bool) -> WeightsChange:
         """Begin a change to the weights in this folder. Raises WeightsRefused if one runs, or nobody could read
         them."""
-        if self._change is not None:
-            raise WeightsRefused(f"a change to {self._change.wanted.path} is under way ({self._change.phase})")
-        if self.word.sleep:
-            raise WeightsRefused("the cluster sleeps, and reads no weights before it wakes (/admin/wake)")
-        if not self._members:
-            raise WeightsRefused("there is no instance that could read these weights")
+        self._require_idle()
         if self.pause == "keep" and not is_mixed:
             raise WeightsRefused(
                 "running requests are stopped where they are (/admin/pause with keep), so they cannot end before the "
                 "change: resume, or ask for a mixed one"
             )
+        if names := ", ".join([each.name for each in self.adapters()]):
+            raise WeightsRefused(
+                f"the LoRA adapters ({names}) were trained for the weights that serve: unload them first "
+                "(/admin/adapters)"
+            )
+        number = self._next_number()
+        wanted = Weights(number, "", path, is_mixed, self._unmixed if is_mixed else 0)
+        if self.serve.adapters is not None:
+            wanted = msgspec.structs.replace(wanted, adapters=(), base=number)
+        return self._begin(wanted, path)
+
+    def adapters(self, folders: Mapping[str, str] | None = None) -> list[ServedAdapter]:
+        """Return the LoRA adapters that serve. `folders`: those of the topology, by name."""
+        if self.serve.adapters is not None:
+            return list(self.serve.adapters)
+        started = next((info.layout.adapters for info, _ in self._computing()), ())
+        return [ServedAdapter(name, (folders or {}).get(name, ""), found) for name, found in started]
+
+    def begin_adapters(
+        self, load: Mapping[str, str], unload: Collection[str], folders: Mapping[str, str]
+    ) -> WeightsChange:
+        """Begin a change of the LoRA adapters: `load` has folders by name, in the place of what has the name now.
+        `folders`: those of the topology. Raises ModelNotFound for a name that is not there to be unloaded,
+        WeightsRefused if a change runs or some instance cannot do this."""
+        self._require_idle()
+        if old := [info.name for info, _ in self._computing() if info.protocol < ADAPTERS_VERSION]:
+            raise WeightsRefused(f"{', '.join(old)}: an older release, which changes no adapters while it serves")
+        wanted = {each.name: each for each in self.adapters(folders)}
+        if unknown := sorted(set(unload) - wanted.keys()):
+            raise ModelNotFound(f"there is no LoRA adapter {unknown[0]!r}; there are {', '.join(wanted) or 'none'}")
+        for name in unload:
+            del wanted[name]
+        wanted |= {name: ServedAdapter(name, path) for name, path in load.items()}
+        if load and len(wanted) > MAX_ADAPTERS:
+            raise WeightsRefused(f"these would be {len(wanted)} LoRA adapters; at most {MAX_ADAPTERS} are served")
+        listed = tuple([wanted[name] for name in sorted(wanted)])
+        serve, number = self.serve, self._next_number()
+        weights = Weights(number, serve.model_hash, serve.path, True, self._unmixed, listed, serve.base_number)
+        return self._begin(weights, "LoRA adapters")
+
+    def why_unable(self, info: InstanceInfo) -> str:
+        """Return why an instance cannot follow what serves here; empty if it can."""
+        if self.serve.adapters is None or info.protocol >= ADAPTERS_VERSION:
+            return ""
+        return (
+            f"{info.name} is of an older release, and the LoRA adapters of this cluster were changed while it serves, "
+            "which that release cannot follow"
+        )
+
+    @property
+    def leaving(self) -> list[str]:
+        """LoRA adapters that serve no more, and where how many requests still run with them."""
+        return [
+            f"{info.name}: {name} ({count} request{'s' if count != 1 else ''})"
+            for _, (info, report) in sorted(self._members.items())
+            for name, count in report.leaving
+        ]
+
+    @property
+    def _unmixed(self) -> int:
+        """`Weights.unmixed` of a mixed change that follows what serves."""
+        return self.serve.unmixed if self.serve.is_mixed else self.serve.number
+
+    def _computing(self) -> list[tuple[InstanceInfo, WeightsReport]]:
+        return [each for (role, _), each in sorted(self._members.items()) if role is not Role.ENCODE]
+
+    def _require_idle(self) -> None:
+        if self._change is not None:
+            raise WeightsRefused(f"a change to {self._change.what} is under way ({self._change.phase})")
+        if self.word.sleep:
+            raise WeightsRefused("the cluster sleeps, and reads no weights before it wakes (/admin/wake)")
+        if not self._members:
+            raise WeightsRefused("there is no instance that could read these weights")
+
+    def _next_number(self) -> int:
         self._last = max(self._last, self.serve.number) + 1
-        before = self.serve.unmixed if self.serve.is_mixed else self.serve.number
-        self._change = WeightsChange(Weights(self._last, "", path, is_mixed, before if is_mixed else 0))
-        return self._change
+        return self._last
+
+    def _begin(self, wanted: Weights, what: str) -> WeightsChange:
+        self._change = change = WeightsChange(wanted, what=what)
+        return change
 
     def on_drained(self, change: WeightsChange) -> None:
         """Commit: no request runs, and new ones wait."""
@@ -284,22 +366,25 @@ class ClusterWeights:
 
     def _compare(self, change: WeightsChange) -> None:
         """Go on once all members have read the folder, and found the same there."""
-        hashes: dict[str, str] = {}
+        found: dict[Weights, str] = {}
         for info, report in self._members.values():
             prepared = report.prepared
-            if prepared is None or (prepared.number, prepared.path) != (change.wanted.number, change.wanted.path):
+            if prepared is None or prepared.key != change.wanted.key:
                 return
             if report.error:
                 self._fail(change, f"{info.name}: {report.error}")
                 return
-            hashes.setdefault(prepared.model_hash, info.name)
-        if not hashes:
+            if info.role is Role.ENCODE:  # it has no adapters
+                prepared = msgspec.structs.replace(change.wanted, model_hash=prepared.model_hash)
+                if change.wanted.adapters:
+                    continue
+            found.setdefault(prepared, info.name)
+        if not found:
             self._fail(change, "no instance is left that could read these weights")
-        elif len(hashes) > 1:
-            found = ", ".join(f"{name} reads {model_hash}" for model_hash, name in sorted(hashes.items()))
-            self._fail(change, f"{change.wanted.path} is not the same folder everywhere: {found}")
+        elif len(found) > 1:
+            self._fail(change, _why_unequal(found))
         else:
-            change.wanted = msgspec.structs.replace(change.wanted, model_hash=next(iter(hashes)))
+            (change.wanted,) = found
             if change.wanted.is_mixed:
                 self._commit(change)
             else:
@@ -312,3 +397,17 @@ class ClusterWeights:
 
     def _fail(self, change: WeightsChange, reason: str) -> None:
         change.phase, change.error, self._change = "failed", WeightsRefused(reason), None
+
+
+def _why_unequal(found: Mapping[Weights, str]) -> str:
+    """Return in what the members differ that have read one folder. `found`: a member for each result."""
+    first = next(iter(found))
+    if len({each.model_hash for each in found}) > 1:
+        read = ", ".join(
+            f"{name} reads {each.model_hash}" for each, name in sorted(found.items(), key=lambda i: i[0].age)
+        )
+        return f"{first.path} is not the same folder everywhere: {read}"
+    by_adapter = list(zip(*[each.adapters or () for each in found], strict=True))
+    which = next(same for same in by_adapter if len({one.hash for one in same}) > 1)
+    read = ", ".join(f"{name} reads {one.hash}" for one, name in zip(which, found.values(), strict=True))
+    return f"the LoRA adapter {which[0].name} in {which[0].path} is not the same everywhere: {read}"

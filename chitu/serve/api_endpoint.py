@@ -32,6 +32,7 @@ from chitu.http.batch.batches import Batches
 from chitu.http.batch.routes import batch_routes, file_routes
 from chitu.http.batch.store import FileStore
 from chitu.http.dialects.openai.cold import client_routes
+from chitu.http.fleet.adapter_routes import adapter_routes
 from chitu.http.fleet.cluster_routes import cluster_routes
 from chitu.http.fleet.metric_aliases import AliasFacts
 from chitu.http.fleet.operator_routes import operator_routes
@@ -134,9 +135,12 @@ class ApiEndpoint:
             *client_routes(model, router, bodies, access, running, takes_unknown),
             *file_routes(self._batches, access),
             *batch_routes(self._batches, access, takes_unknown),
-            *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__, _alias_facts(topology, model)),
+            *cluster_routes(
+                router, cluster, self._snapshots, access, chitu.__version__, _alias_facts(topology, model, router)
+            ),
             *page_routes(model.name),
             *operator_routes(cluster, topology, self._kept, access),
+            *adapter_routes(cluster, topology.model),
             *trace_routes(cluster, router.trace.files.folder, access, clock),
         ]
         cold = control_app(chitu.__version__, rows, BODIES)
@@ -201,8 +205,13 @@ def freeze_gc() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-def _alias_facts(topology: Topology, model: ServedModel) -> Callable[[], AliasFacts] | None:
+def _alias_facts(topology: Topology, model: ServedModel, router: PDRequestRouter) -> Callable[[], AliasFacts] | None:
     """Return what metrics say under the names of other projects; None if they are not asked for."""
     if topology.dp_config.router.metric_aliases == "none":
         return None
-    return lambda: AliasFacts(model.name, tuple(model.adapters), topology.cache.page_size, time.time())
+
+    def facts() -> AliasFacts:
+        model.limits(router.candidates)  # its adapters are those of the newest view
+        return AliasFacts(model.name, tuple(model.adapters), topology.cache.page_size, time.time())
+
+    return facts

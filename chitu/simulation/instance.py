@@ -14,7 +14,7 @@ from typing import Protocol
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import MAX_DRAFT, ExecutorInfo, StepHandle
-from chitu.engine.weights_loader import GivenBack, ReadWeights
+from chitu.engine.weights_loader import AdapterFolder, GivenBack, ReadWeights
 from chitu.instance.build import Composition
 from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.instance.image_pulls import ImagePulls
@@ -65,7 +65,8 @@ class TimedWorld(World, Protocol):
 
 
 class TimedLoader:
-    """Loader of weights (`WeightsLoader`), which takes virtual time. A folder's name is its hash; `bad` has none."""
+    """Loader of weights (`WeightsLoader`), which takes virtual time. A folder's name is its hash; `bad` has none. It
+    loads no adapters."""
 
     def __init__(self, clock: InstanceClock, read_s: float = 0.5) -> None:
         self._clock = clock
@@ -73,8 +74,8 @@ class TimedLoader:
         self._path = ""
         self._done_s = math.inf
 
-    def begin(self, path: str) -> None:
-        self._path, self._done_s = path, self._clock.monotonic() + self.read_s
+    def begin(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
+        self._path, self._done_s = "bad" if adapters else path, self._clock.monotonic() + self.read_s
 
     def poll(self) -> ReadWeights | None:
         if self._clock.monotonic() < self._done_s:
@@ -85,10 +86,12 @@ class TimedLoader:
 
     def change(self) -> None: ...
 
+    def unload(self, number: int) -> None: ...
+
     def drop(self) -> None:
         self._done_s = math.inf
 
-    def begin_again(self, path: str) -> None:
+    def begin_again(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
         self.begin(path)
 
     def why_no_sleep(self, level: SleepLevel) -> str:

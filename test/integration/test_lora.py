@@ -273,13 +273,13 @@ def test_planted_faults_are_found(qwen3: Base, fault: str) -> None:
     def change(model: DecoderModel) -> DecoderModel:
         adapters: Any = model.adapters
         if fault == "scale":
-            unscaled = [
-                {
+            unscaled = {
+                number: {
                     key: replace(low_rank, ups=tuple(up._replace(weight_OR=up.weight_OR / 1.5) for up in low_rank.ups))
                     for key, low_rank in low_ranks.items()
                 }
-                for low_ranks in adapters.low_ranks
-            ]
+                for number, low_ranks in adapters.low_ranks.items()
+            }
             return replace(model, adapters=replace(adapters, low_ranks=unscaled))
         changes: dict[str, Any] = {
             "none": lambda adapted: adapted,
@@ -296,7 +296,7 @@ def test_planted_faults_are_found(qwen3: Base, fault: str) -> None:
 def test_rows_with_an_adapter_that_nobody_loaded_are_a_bug(qwen3: Base) -> None:
     engine = Engine(qwen3.source.folder)
     admit = engine.admit(0, [5, 6, 7], 8, adapter=1)
-    with pytest.raises(Internal, match="none is loaded"):
+    with pytest.raises(Internal, match="rows with LoRA adapter 1, and loaded are "):
         engine.runner.execute(StepPlan(admit=[admit], prefill=list(chunks_of(0, 3, 8, sample=True))))
 
 

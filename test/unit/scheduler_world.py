@@ -21,7 +21,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor, ExecutorInfo
 from chitu.engine.lockstep import LockstepExecutor
-from chitu.engine.weights_loader import ReadWeights
+from chitu.engine.weights_loader import AdapterFolder, ReadWeights
 from chitu.errors import ChituError, Integrity, TransferFailed
 from chitu.fake.checksum import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.fake.executor import STATE_ROW_BYTES, FakeExecutor, expected_tokens, fake_logprobs
@@ -92,7 +92,7 @@ class Folders:
         self._executor = executor
         self._path = ""
 
-    def begin(self, path: str) -> None:
+    def begin(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
         self._path = path
 
     def poll(self) -> ReadWeights:
@@ -101,6 +101,8 @@ class Folders:
 
     def change(self) -> None:
         self._executor.weights = int(self._path)
+
+    def unload(self, number: int) -> None: ...
 
     def drop(self) -> None: ...
 

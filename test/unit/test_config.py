@@ -476,7 +476,7 @@ def test_adapters_need_names_of_their_own_and_folders(tmp_path: Path) -> None:
         return [sentence for sentence in problems(topology) if "model.adapters" in sentence]
 
     assert of("sql", tmp_path) == []
-    assert of("base", tmp_path) == ["model.adapters.base: 'base' is the name of the model alone"]
+    assert of("base", tmp_path) == ["model.adapters: 'base' is the name of the model alone"]
     assert "must be 1 to 100 printable characters" in of(" sql", tmp_path)[0]
     assert "it has no adapter_config.json" in of("sql", tmp_path / "none")[0]
 

@@ -28,6 +28,7 @@ from chitu.net.http import ClientGone
 from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack_logprobs, unpack_i32
+from chitu.protocol.weights import Weights
 from chitu.router.generation import GenerateRequest, Generation
 
 MAX_LEN = 64
@@ -87,7 +88,8 @@ class World:
     ) -> None:
         self.model = ServedModel.load(ModelConfig(path=str(path), served_name="m"), 0)
         layout = SimpleNamespace(vocab_size=vocab_size)
-        instance = SimpleNamespace(max_model_len=max_len, layout=layout, served_layout=layout, sees_images=True)
+        kinds: dict[str, Any] = {"layout": layout, "served_layout": layout, "weights": Weights(), "sees_images": True}
+        instance = SimpleNamespace(max_model_len=max_len, **kinds)
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
@@ -278,7 +280,7 @@ def test_a_large_body_is_sent_away_with_what_it_needs_of_the_cluster_and_a_small
     world = World()
     small, large = (world.parsed("completion", body_of(LARGE_BODY_BYTES + more)) for more in (0, 1))
     [task] = world.away.tasks
-    assert task == ReadBody("completion", ClusterFacts(ModelLimits(MAX_LEN, 100_000), "", 100_000))
+    assert task == ReadBody("completion", ClusterFacts(ModelLimits(MAX_LEN, 100_000), "", 100_000, adapters={}))
     assert small == large and small.prompts[0].num_tokens
     unusable = World(serving=False)
     with pytest.raises(NoInstance, match="nobody is there"):

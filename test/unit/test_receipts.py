@@ -130,11 +130,13 @@ def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
 
 
 def test_a_receipt_names_the_adapter_by_its_hash() -> None:
-    adapters = (("sql", "1" * 32), ("tone", "2" * 32))
-    layout = msgspec.structs.replace(KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99), adapters=adapters)
+    """By that of the tokens, whatever has the name by now."""
+    layout = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99)
+    layout = msgspec.structs.replace(layout, adapters=(("tone", "3" * 32),))
     for adapter, digest in (("", ""), ("tone", "2" * 32)):
         request = generate_request("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8), adapter=adapter)
-        one = receipt_of("m", layout, Generation(request, lambda: None, 9.0, 0.0, tokens=[7]), 1)
+        made = Generation(request, lambda: None, 9.0, 0.0, tokens=[7], adapter_hash=digest)
+        one = receipt_of("m", layout, made, 1)
         assert (one.model, one.adapter_hash, changed_fields(one)) == (adapter or "m", digest, [])
         assert ("adapter_hash" in one.digests) == bool(adapter), "without one it is as receipts always were"
     assert changed_fields(msgspec.structs.replace(one, adapter_hash="")) == ["adapter_hash"]

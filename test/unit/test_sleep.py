@@ -243,7 +243,7 @@ def test_an_instance_that_slept_through_a_change_wakes_with_the_new_weights() ->
     assert keeper.turn() is None and keeper.accepts == -1, "the word of before counts"
     keeper.set_order(WeightsOrder(new, pause=Pause(9)))
     assert keeper.turn() is None
-    assert keeper.turn() == new and not keeper.is_same(new)
+    assert keeper.turn() == new and not keeper.keeps_base(new)
     keeper.change(new)
     assert keeper.serves == new and keeper.accepts == 1 and keeper.report.freed_bytes == 0
 

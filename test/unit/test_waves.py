@@ -208,5 +208,5 @@ def test_a_bell_from_the_far_future_is_no_bell() -> None:
 
 
 def test_offers_name_weights_alike_on_all_members() -> None:
-    assert offer_of((3, "abc")) == offer_of((3, "abc")) != offer_of((3, "abd"))
-    assert 0 < offer_of((0, "")) < 1 << 63
+    assert offer_of((3, "abc", "")) == offer_of((3, "abc", "")) != offer_of((3, "abd", ""))
+    assert 0 < offer_of((0, "", "")) < 1 << 63

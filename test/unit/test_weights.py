@@ -12,7 +12,7 @@ import pytest
 from support.clock import FakeClock
 
 from chitu.config.schema import DeadlineConfig
-from chitu.engine.weights_loader import GivenBack, ReadWeights
+from chitu.engine.weights_loader import AdapterFolder, GivenBack, ReadWeights
 from chitu.errors import WeightsChanged, WeightsRefused
 from chitu.instance.weights import RETRY_S, WeightsKeeper
 from chitu.pd_coordination import PDCoordination
@@ -38,7 +38,7 @@ class FakeLoader:
     serves: str = ""
     asleep: int = 0
 
-    def begin(self, path: str) -> None:
+    def begin(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
         self.path, self.polls = path, 0
 
     def poll(self) -> ReadWeights | None:
@@ -52,10 +52,13 @@ class FakeLoader:
         assert self.polls >= 2 and self.path in self.folders
         self.serves, self.asleep = self.path, 0
 
+    def unload(self, number: int) -> None:
+        raise AssertionError("there is no adapter")
+
     def drop(self) -> None:
         self.path = ""
 
-    def begin_again(self, path: str) -> None:
+    def begin_again(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
         assert self.asleep == 2
         self.begin(path)
 

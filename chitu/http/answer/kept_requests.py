@@ -184,7 +184,7 @@ class KeptRequests:
             expires_s=now_s + self._folder.config.max_age_s,
             left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
             model_hash=layout.model_hash,
-            adapter_hash=layout.adapter_hash(origin.parsed.asked.adapter),
+            adapter_hash=generation.adapter_hash,
             dtype=layout.dtype,
             prompt_token_ids=unpack_i32(choice.prompt.token_ids).tolist(),
             images=images_told(choice.prompt.images, origin.parsed.files, origin.parsed.image_fingerprint),
@@ -292,6 +292,7 @@ class KeptRequests:
             )
         if self._model.layout is None or self._model.layout.adapter_hash(parsed.asked.adapter) != record.adapter_hash:
             raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.asked.adapter!r}")
+        parsed.asked = msgspec.structs.replace(parsed.asked, adapter_hash=record.adapter_hash)
         prompt = parsed.prompts[0]
         told = images_told(prompt.images, parsed.files, parsed.image_fingerprint)
         if why := why_other_images(record.images, told):

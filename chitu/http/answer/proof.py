@@ -221,7 +221,7 @@ def receipt_of(
             model=request.options.adapter or model,
             model_hash=generation.weights[-1][1] if generation.weights else layout.model_hash,
             weights=[*generation.weights] if len(generation.weights) > 1 else [],
-            adapter_hash=layout.adapter_hash(request.options.adapter),
+            adapter_hash=generation.adapter_hash,
             dtype=cast(Any, layout.dtype),
             served=pairs,
             revision=generation.revision,

@@ -173,6 +173,8 @@ class ClusterFacts(msgspec.Struct, frozen=True):
     """Vocabulary size of the instances that serve; the checkpoint's while none serves."""
     sees_images: bool = True
     """Whether all instances that serve have the model's vision, if it has one."""
+    adapters: dict[str, str] | None = None
+    """As `ServedModel.adapters`; None: those that the process knows."""
 
 
 class ParseContext(msgspec.Struct, frozen=True):

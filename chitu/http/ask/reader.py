@@ -99,6 +99,8 @@ class BodyWork:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
         reader, warnings = self._readers[task.route], list[str]()
+        if task.facts.adapters is not None:  # another process sees no view
+            self._model.adapters = task.facts.adapters
         body = reader.decoder.decode(raw, warnings if self._takes_unknown else None)
         context = ParseContext(task.facts, require_client, task.fetched, task.reads_images)
         try:
@@ -199,7 +201,9 @@ class BodyReader:
             sees_images = all([instance.sees_images for instance in candidates.serving])
             self._known = (
                 candidates,
-                ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates), sees_images),
+                ClusterFacts(
+                    *(limits, why_unusable, self._model.vocab_size(candidates), sees_images), self._model.adapters
+                ),
             )
         return self._known[1]
 

@@ -57,8 +57,8 @@ class ServedModel:
         """`vision`: None if the model has none, or is to use none."""
         self.name = config.served_name or Path(config.path).name
         self.path = config.path
-        self.adapters = dict(config.adapters)
-        """Folders of the LoRA adapters, by name."""
+        self.adapters = self._first_adapters = dict(config.adapters)
+        """Folders of the LoRA adapters that serve, by name: as of `limits`."""
         self.tokenizer = tokenizer
         known = [token for token in tokenizer.eos_token_ids if token < spec.vocab_size]
         self.eos_ids = frozenset(spec.eos_token_ids).union(known)
@@ -112,7 +112,8 @@ class ServedModel:
         return frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self.stop_ids_of(sampling)
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
-        """Return the limits of a request; None while no instance can serve. Computed once per view."""
+        """Return the limits of a request; None while no instance can serve. Computed once per view, as are the adapters
+        and the layout."""
         if self._limits is None or self._limits[0] is not candidates:
             serving = candidates.serving
             if not serving:
@@ -121,7 +122,9 @@ class ServedModel:
             if self._config_max_len is not None:
                 max_len = min(max_len, self._config_max_len)
             self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
-            self.layout = serving[-1].served_layout
+            newest = max(serving, key=lambda instance: instance.weights.age)
+            self.layout, listed = newest.served_layout, newest.weights.adapters
+            self.adapters = self._first_adapters if listed is None else {each.name: each.path for each in listed}
         return self._limits[1]
 
     def vocab_size(self, candidates: Candidates) -> int:

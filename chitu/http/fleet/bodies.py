@@ -1,4 +1,5 @@
-"""Request bodies of the operator's routes, with the rules of `ask/bodies.py`: drain, role, weights, pause, sleep."""
+"""Request bodies of the operator's routes, with the rules of `ask/bodies.py`: drain, role, weights, adapters, pause,
+sleep."""
 
 from __future__ import annotations
 
@@ -33,6 +34,21 @@ class WeightsBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: Annotated[float | None, note("most seconds until all instances serve the weights; 600 by default")] = (
         None
     )
+
+
+class AdaptersBody(msgspec.Struct, forbid_unknown_fields=True):
+    load: Annotated[
+        dict[str, str],
+        note(
+            "folders as PEFT writes them, by name, each by the same absolute path on every instance; another content "
+            "under a name replaces what has it"
+        ),
+    ] = {}
+    unload: Annotated[list[str], note("names that no request may choose any more")] = []
+    timeout_s: Annotated[
+        float | None,
+        note("most seconds until all instances serve the new list and no request runs with others; 600 by default"),
+    ] = None
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,6 +93,7 @@ OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
     "/admin/role": RoleBody,
     "/admin/canary": CanaryBody,
     "/admin/weights": WeightsBody,
+    "/admin/adapters": AdaptersBody,
     "/admin/pause": PauseBody,
     "/admin/resume": ResumeBody,
     "/admin/sleep": SleepBody,

@@ -74,14 +74,14 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         body = await read_body(request, WeightsBody)
         if not body.path.startswith("/"):
             raise InvalidRequest(f"path: {body.path!r} is no absolute path", "path")
-        state = await cluster.change_weights(body.path, body.mixed is True, _timeout_s(body.timeout_s))
+        state = await cluster.change_weights(body.path, body.mixed is True, timeout_of(body.timeout_s))
         return json_response(state)
 
     async def pause(request: Request) -> Response:
         """Have new requests wait at all routers, and return when the running ones have ended or, with `keep`, have
         stopped where they are."""
         body = await read_body(request, PauseBody)
-        return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
+        return json_response(await cluster.pause(body.mode or "finish", timeout_of(body.timeout_s)))
 
     async def resume(request: Request) -> Response:
         """End a pause, whichever router was asked for it: requests go on where they are, and those that waited start in
@@ -97,7 +97,7 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         if await request.body():
             body = await read_body(request, SleepBody)
         level, stays = body.level or 1, body.wake_on_request is False
-        return json_response(await cluster.sleep(level, _timeout_s(body.timeout_s), stays=stays))
+        return json_response(await cluster.sleep(level, timeout_of(body.timeout_s), stays=stays))
 
     async def wake(request: Request) -> Response:
         """End a sleep, whichever router was asked for it, and return when all instances serve: after level 2 they read
@@ -105,7 +105,7 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
         body = WakeBody()
         if await request.body():
             body = await read_body(request, WakeBody)
-        return json_response(await cluster.wake(_timeout_s(body.timeout_s)))
+        return json_response(await cluster.wake(timeout_of(body.timeout_s)))
 
     async def take_snapshot(request: Request) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
@@ -151,7 +151,8 @@ def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | N
     ]
 
 
-def _timeout_s(wanted_s: float | None) -> float:
+def timeout_of(wanted_s: float | None) -> float:
+    """Return how long a change may take. Raises InvalidRequest for a time that is out of bounds."""
     if wanted_s is not None and not 0 < wanted_s <= MAX_CHANGE_S:
         raise InvalidRequest(f"timeout_s: {wanted_s} is not within 0 and {MAX_CHANGE_S:g}", "timeout_s")
     return DEFAULT_CHANGE_S if wanted_s is None else wanted_s

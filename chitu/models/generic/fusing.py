@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from chitu.models.generic.lora import AdaptedModules
 from chitu.ops.interface import Ops
 from chitu.ops.native import NativeOps, PackedWeight, unpack
 
@@ -33,8 +34,9 @@ NUM_RANDOM = 5
 logger = logging.getLogger(__name__)
 
 
-def fuse(modules: Collection[nn.Module], ops: Ops | None, adapted: Collection[nn.Module] = ()) -> None:
-    """Let these modules compute with our kernels. `adapted`: linear layers to whose results LoRA adapters add."""
+def fuse(modules: Collection[nn.Module], ops: Ops | None, adapters: AdaptedModules | None = None) -> None:
+    """Let these modules compute with our kernels. `adapters`: what adds to the results of linear layers in some steps;
+    None if nothing does."""
     if not isinstance(ops, NativeOps):
         return
     own, uses = ops.with_new_results(), Counter(id(each) for part in modules for each in part.parameters(recurse=False))
@@ -48,12 +50,12 @@ def fuse(modules: Collection[nn.Module], ops: Ops | None, adapted: Collection[nn
             num_fused["norms"] += 1
         children: list[Any] = [getattr(part, name, None) for name in GATED_MLP]
         gate, up, down = children
-        if not {gate, up} <= left or {gate, up} & set(adapted) or not isinstance(down, nn.Module):
+        if not {gate, up} <= left or not isinstance(down, nn.Module):
             continue
         if _is_gated_mlp(part, gate, up, down):
             bias = None if gate.bias is None else torch.cat((gate.bias, up.bias))
             both = own.prepare_gate_up(torch.cat((gate.weight, up.weight)), bias)
-            vars(part)["forward"] = _gated_mlp(own, both, down)
+            vars(part)["forward"] = _gated_mlp(own, both, (gate, up), down, adapters)
             for half, linear in enumerate((gate, up)):
                 PreparedLinear.become(linear, own, both, half)
                 left.remove(linear)
@@ -123,9 +125,22 @@ def _is_gated_mlp(mlp: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Modul
     return bool((mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max())
 
 
-def _gated_mlp(ops: NativeOps, both: PackedWeight, down: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gated_mlp(
+    ops: NativeOps,
+    both: PackedWeight,
+    halves: tuple[nn.Module, nn.Module],
+    down: nn.Module,
+    adapters: AdaptedModules | None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        inner_TI = ops.gate_up(_rows(x, both.in_features), both)
+        x_TI = _rows(x, both.in_features)
+        if adapters is not None and adapters.adapted:
+            gate_TI, up_TI = ops.gate_and_up(x_TI, both).chunk(2, dim=-1)
+            for half, part_TI in zip(halves, (gate_TI, up_TI), strict=True):
+                adapters.add_to(half, x_TI, part_TI)
+            inner_TI = F.silu(gate_TI).mul_(up_TI)
+        else:
+            inner_TI = ops.gate_up(x_TI, both)
         out: torch.Tensor = down(inner_TI.view(*x.shape[:-1], both.out_features))
         return out
 

@@ -3,7 +3,7 @@ the rows of a step what their adapters add. A step without such rows passes the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,28 +17,61 @@ from chitu.ops.interface import AdapterRows, Batch
 
 
 class AdaptedModules:
-    """Hooks in the modules of a decoder. `prefix`: of its modules' names in the whole model, with a dot."""
+    """Hooks in the modules of a decoder, and the adapters by their numbers. `prefix`: of the modules' names in the
+    whole model, with a dot. Construct it before modules are replaced (`fusing.py`)."""
 
-    def __init__(
-        self, decoder: nn.Module, prefix: str, specs: Sequence[AdapterSpec], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Read the adapters. Raises UnsupportedModel for a layer that is no linear module of this decoder, ConfigError
-        as `AdapterFiles` does."""
+    def __init__(self, decoder: nn.Module, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
         self.adapted: tuple[AdapterRows, ...] = ()
         """Of the step that is computed."""
         self.num_rows = 0
-        modules = {f"{prefix}{name}": part for name, part in decoder.named_modules() if isinstance(part, nn.Linear)}
-        found: dict[str, dict[int, LowRank]] = {}
-        for number, spec in enumerate(specs, 1):
-            with AdapterFiles(spec, dtype, device) as files:
-                for layer in spec.layers:
-                    if layer not in modules:
-                        raise UnsupportedModel(f"{spec.key}: {layer} is no linear module of this model")
-                    low_rank = files.read([Cut(layer)])
-                    assert low_rank is not None  # the layer is adapted
-                    found.setdefault(layer, {})[number] = low_rank
-        for layer, low_ranks in found.items():
-            modules[layer].register_forward_hook(_Hook(self, low_ranks))
+        self._dtype, self.device = dtype, device
+        self._modules = {
+            f"{prefix}{name}": part for name, part in decoder.named_modules() if isinstance(part, nn.Linear)
+        }
+        self._layers: dict[str, dict[int, LowRank]] = {}
+        """What each adapter adds to the result of a layer that has a hook."""
+
+    @property
+    def has_any(self) -> bool:
+        return any(self._layers.values())
+
+    def read(self, spec: AdapterSpec) -> Mapping[str, LowRank]:
+        """Read an adapter into host memory, by layer. Any thread. Raises UnsupportedModel for a layer that is no linear
+        module of this decoder, ConfigError as `AdapterFiles` does."""
+        found = {}
+        with torch.inference_mode(), AdapterFiles(spec, self._dtype, torch.device("cpu")) as files:
+            for layer in spec.layers:
+                if layer not in self._modules:
+                    raise UnsupportedModel(f"{spec.key}: {layer} is no linear module of this model")
+                low_rank = files.read([Cut(layer)])
+                assert low_rank is not None  # the layer is adapted
+                found[layer] = low_rank
+        return found
+
+    def put(self, number: int, adapter: Mapping[str, LowRank]) -> None:
+        """Compute with what was read. No step is in flight."""
+        for layer, low_rank in adapter.items():
+            if layer not in self._layers:
+                module, self._layers[layer] = self._modules[layer], {}
+                module.register_forward_hook(AdapterHook(self, self._layers[layer]))
+            self._layers[layer][number] = low_rank.on(self.device)
+
+    def drop(self, number: int) -> None:
+        """Give back the memory of an adapter, which no slot has."""
+        for low_ranks in self._layers.values():
+            low_ranks.pop(number, None)
+
+    def take_over(self, other: AdaptedModules) -> None:
+        """Compute with the adapters of a model of the same kind, which this one replaces."""
+        for layer, low_ranks in other._layers.items():
+            for number, low_rank in low_ranks.items():
+                self.put(number, {layer: low_rank})
+
+    def add_to(self, module: nn.Module, x_TI: torch.Tensor, out_TO: torch.Tensor) -> None:
+        """Add to a result of a module that was computed without calling it, in place."""
+        for hook in module._forward_hooks.values():
+            if isinstance(hook, AdapterHook):
+                hook(module, (x_TI,), out_TO)
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -50,7 +83,7 @@ class AdaptedModules:
             self.adapted = ()
 
 
-class _Hook:
+class AdapterHook:
     def __init__(self, modules: AdaptedModules, low_ranks: dict[int, LowRank]) -> None:
         self._modules, self._low_ranks = modules, low_ranks
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class GenericModel:
         self.parts = parts
         self.attention = attention
         self.adapters: AdaptedModules | None = None
+        """None: it takes none."""
         self.vision: Vision | None = None
         """What makes features of images; None if only text is served."""
         self._states = bind_states(parts.decoder, parts.decoder.config.model_type, recurrent_of(spec.state))
@@ -87,7 +88,7 @@ class GenericModel:
     ) -> torch.Tensor:
         """Return hidden states `[T, D]` after the final norm, and write K and V of all rows into the pages. Calls
         `on_layer(l)` when K and V of layer l are in the pages, before its attention is computed."""
-        adapting = self.adapters.step(batch) if self.adapters is not None else nullcontext()
+        adapting = self._adapting(batch) if batch.adapters else nullcontext()
         with self.attention.step(batch, cache, on_layer), self._states.step(batch, cache.states), adapting:
             rope = batch.positions_T.unsqueeze(0) if batch.rope_3T is None else batch.rope_3T.unsqueeze(1)
             out = self.parts.decoder(
@@ -98,6 +99,11 @@ class GenericModel:
             )
         hidden_TD: torch.Tensor = out.last_hidden_state[0]
         return hidden_TD
+
+    def _adapting(self, batch: Batch) -> AbstractContextManager[None]:
+        if self.adapters is None:
+            raise Internal(f"rows with LoRA adapters ({batch.adapters}), and none is loaded")
+        return self.adapters.step(batch)
 
     def _inputs(self, token_ids_T: torch.Tensor, images: ImageRows | None) -> dict[str, Any]:
         """Return what the decoder takes for the rows: tokens, or embeddings some of which are features of images."""
@@ -248,15 +254,16 @@ def build_generic(
     if sharding is not None:
         sharding.add_sums(attention.on_sum)
     built = GenericModel(spec, parts, attention, dtype, sharding, experts)
-    layers = {layer for adapter in adapters for layer in adapter.layers}
-    adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
+    if shard is None:
+        built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", dtype, device)
     modules = (*parts.decoder.modules(), *parts.head.modules())
     token_numbers = numbers_a_token(parts.decoder) if parts.vision_names else 0.0  # fused matrices are no parameters
-    check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, adapted))
+    check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, built.adapters))
     if parts.vision_names:
         _add_vision(built, spec, device, token_numbers)
-    if adapters:
-        built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)
+    for number, adapter in enumerate(adapters, 1):
+        assert built.adapters is not None  # there is no shard
+        built.adapters.put(number, built.adapters.read(adapter))
     return built
 
 

@@ -50,6 +50,7 @@ def client_routes(
         return json_response(ModelsReply("list", [card(), *map(card, model.adapters)]))
 
     async def get_model(request: Request) -> Response:
+        model.limits(router.candidates)  # its adapters are those of the newest view
         return json_response(card(model.adapter_of(request.path_params["name"])))
 
     async def tokens(request: Request, route: str) -> Response:
