@@ -146,6 +146,8 @@ class FakeExecutor:
         state_rows: NDArray[np.uint8] | None = None,
     ) -> None:
         self.info = info
+        self.adapters = set(range(len(info.adapters) + 1))
+        """Numbers of the adapters that are loaded, and 0."""
         self.num_pages = num_pages
         self.page_size = page_size
         self._aux_rows = np.zeros((0, 128), np.uint8) if aux_rows is None else aux_rows
@@ -261,7 +263,7 @@ class FakeExecutor:
         )
         check_plan(len(tokens) <= self.info.max_model_len, f"slot {slot}: {len(tokens)} tokens exceed the context")
         check_plan(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
-        check_plan(0 <= admit.adapter <= len(self.info.adapters), f"slot {slot}: adapter {admit.adapter} is not loaded")
+        check_plan(admit.adapter in self.adapters, f"slot {slot}: adapter {admit.adapter} is not loaded")
         bad = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
         check_plan(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
         state = self._slots[slot] = FakeSlot(

@@ -86,23 +86,31 @@ class Weighted(Protocol):
 
 
 class Folders:
-    """Reads weights at once from folders that are named by their numbers, 0 for those that an instance starts with."""
+    """Reads weights at once from folders that are named by their numbers, 0 for those that an instance starts with, and
+    adapters from folders that are named by their hashes."""
 
-    def __init__(self, executor: Weighted) -> None:
-        self._executor = executor
+    def __init__(self, executor: Weighted, loaded: set[int] | None = None) -> None:
+        """`loaded`: numbers of the adapters that it computes with."""
+        self._executor, self._loaded = executor, loaded or set()
         self._path = ""
+        self._adapters: Sequence[AdapterFolder] = ()
 
     def begin(self, path: str, adapters: Sequence[AdapterFolder] = ()) -> None:
-        self._path = path
+        self._path, self._adapters = path, adapters
 
     def poll(self) -> ReadWeights:
+        if not self._path:
+            return ReadWeights(adapters=tuple([each.path for each in self._adapters]))
         fingerprint = b"model" if self._path == "0" else self._path.encode()
         return ReadWeights(self._path, fingerprint=fingerprint, feature_mark=int(self._path).to_bytes(8, "big"))
 
     def change(self) -> None:
-        self._executor.weights = int(self._path)
+        self._loaded |= {each.number for each in self._adapters}
+        if self._path:
+            self._executor.weights = int(self._path)
 
-    def unload(self, number: int) -> None: ...
+    def unload(self, number: int) -> None:
+        self._loaded.remove(number)
 
     def drop(self) -> None: ...
 
@@ -185,7 +193,7 @@ class Instance:
                 self.make_tiers(),
                 self.states,
                 grammars=grammars,
-                weights=Folders(self.executor),
+                weights=Folders(self.executor, self.executor.adapters),
                 lockstep=lockstep,
                 lane=self.late if lanes == 2 else None,
             ),

@@ -122,6 +122,8 @@ class Instance:
 class World:
     """A router and its instances. `step` runs one event, at random."""
 
+    make: type[Instance] = Instance
+
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.clock = FakeClock()
@@ -132,7 +134,7 @@ class World:
         self.routers = 0
         self.change: WeightsChange | None = None
         self.start_router()
-        self.instances = [Instance(self, *name) for name in NAMES]
+        self.instances = [self.make(self, *name) for name in NAMES]
         self.settle()
 
     # ------------------------------------------------------------------------------------------------------- membership
@@ -233,7 +235,7 @@ class World:
             return
         old = self.instances[victim]
         self.core.on_death(old.record.role, old.record.engine_rank, old.record.incarnation)
-        self.instances[victim] = Instance(self, *NAMES[victim])
+        self.instances[victim] = self.make(self, *NAMES[victim])
 
     def check(self) -> None:
         """Check what holds at every moment."""
