@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 import time
@@ -299,6 +300,81 @@ def test_another_content_under_a_name_is_for_new_requests_alone(serving: Serving
         assert changing.result()["leaving"] == []
     same = serving.changed(load={"tone": str(serving.folders["tone2"])})
     assert hashes(serving) == {each["name"]: each["hash"] for each in same["adapters"]}
+
+
+@dataclass
+class Lists:
+    """Which contents the names have had, and when."""
+
+    spans: list[tuple[float, float, dict[str, str]]] = field(default_factory=list)
+
+    def change(self, serving: Serving, at: int, wanted: dict[str, str]) -> None:
+        """Have the cluster serve these contents, by name. While it changes, the old list and the new one may serve."""
+        before = self.spans[-1][2] if self.spans else {}
+        began_s = time.monotonic()
+        self.spans.append((began_s, float("inf"), wanted))
+        load = {name: str(serving.folders[content]) for name, content in wanted.items()}
+        same = [name for name in load if before.get(name) == wanted[name]]
+        unload = [name for name in before if name not in wanted]
+        load = {name: path for name, path in load.items() if name not in same}
+        if load or unload:
+            serving.changed(at, load=load, unload=unload, timeout_s=60)
+        if len(self.spans) > 1:
+            first_s, _, old = self.spans[-2]
+            self.spans[-2] = first_s, time.monotonic(), old
+
+    def of(self, name: str, began_s: float, ended_s: float) -> set[str]:
+        """Return the contents that a request of this time may have; "" stands for none."""
+        return {here.get(name, "") for first_s, last_s, here in self.spans if first_s <= ended_s and last_s >= began_s}
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(2, 30))])
+def test_random_changes_under_random_requests_give_each_answer_a_content_that_served(
+    serving: Serving, seed: int
+) -> None:
+    serving.reset()
+    serving.changed(unload=["sql"])
+    names, contents, lists = ("a", "b"), list(serving.folders), Lists()
+    lists.change(serving, 0, {"a": "sql"})
+    is_over, wrong, seen = threading.Event(), list[str](), set[str]()
+
+    def ask(thread: int) -> int:
+        rng, count = random.Random(100 * seed + thread), 0
+        while not is_over.is_set():
+            name, prompt = rng.choice((*names, "m")), fresh(3000 + rng.randrange(5))[: rng.choice((20, 40, 72))]
+            more: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 60)), "temperature": rng.choice((0, 1)), "seed": 7}
+            more |= {"n": 2} if rng.random() < 0.2 else {}
+            began_s = time.monotonic()
+            reply = serving.post(name, prompt, rng.randrange(2), **more)
+            allowed = {"m"} if name == "m" else lists.of(name, began_s, time.monotonic())
+            count += 1
+            if reply.status_code == 404 and "" in allowed:
+                seen.add("")
+                continue
+            if reply.status_code != 200:
+                wrong.append(f"{name}: {reply.text}")
+                continue
+            errors = {each: serving.error(each, reply.json(), prompt) for each in serving.references}
+            right = {each for each, error in errors.items() if error < LOGPROB_NATS}
+            seen.update(right)
+            if not right & allowed:
+                wrong.append(f"{name} may be {allowed}, is {right or errors}")
+        return count
+
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, thread) for thread in range(6)]
+        rng = random.Random(seed)
+        try:
+            for _ in range(8):
+                wanted = {name: rng.choice(contents) for name in names if rng.random() < 0.7}
+                lists.change(serving, rng.randrange(2), wanted)
+                time.sleep(rng.uniform(0, 0.6))
+        finally:
+            is_over.set()
+        total = sum(each.result() for each in asked)
+    assert not wrong, f"{len(wrong)} of {total}, the first: {wrong[0]}"
+    assert total > 30 and len(seen) >= 4, (total, seen)
+    wait_until(lambda: not serving.state()["leaving"], 30, lambda: str(serving.state()))
 
 
 def damaged(serving: Serving, folder: Path, change: str) -> Path:
