@@ -115,7 +115,7 @@ COMPARISON = (
         "weights that change while serving; pause, resume",
         "SGLang, vLLM",
         "yes: `/admin/weights`, `/admin/pause`, `/admin/resume`",
-        "from a folder ([weights](weights.md)); not from a trainer's memory",
+        "from a folder, and out of the memory of a trainer on the same host ([weights](weights.md))",
     ),
     (
         "roles that change at run time",
@@ -123,7 +123,12 @@ COMPARISON = (
         "yes: `/admin/role`",
         "P, D and unified ([routing](routing.md#roles-change)); weights, pool and prefix cache stay",
     ),
-    ("sleep (weights and KV given back)", "SGLang, vLLM", "no", "not yet; pause keeps both in memory"),
+    (
+        "sleep (weights and KV given back)",
+        "SGLang, vLLM",
+        "on CPUs: `/admin/sleep`, `/admin/wake`",
+        "both levels; a request wakes the cluster ([weights](weights.md#sleep)); on GPUs refused by name",
+    ),
     (
         "LoRA adapters",
         "vLLM, SGLang, Dynamo",

@@ -242,7 +242,8 @@ class ClusterWeights:
             raise WeightsRefused(f"these would be {len(wanted)} LoRA adapters; at most {MAX_ADAPTERS} are served")
         listed = tuple([wanted[name] for name in sorted(wanted)])
         serve, number = self.serve, self._next_number()
-        weights = Weights(number, serve.model_hash, serve.path, True, self._unmixed, listed, serve.base_number)
+        weights = Weights(number, serve.model_hash, serve.path, True, self._unmixed)
+        weights = msgspec.structs.replace(weights, adapters=listed, base=serve.base_number)
         return self._begin(weights, "LoRA adapters")
 
     def why_unable(self, info: InstanceInfo) -> str:

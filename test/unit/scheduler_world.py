@@ -90,8 +90,8 @@ class Folders:
     adapters from folders that are named by their hashes."""
 
     def __init__(self, executor: Weighted, loaded: set[int] | None = None) -> None:
-        """`loaded`: numbers of the adapters that it computes with."""
-        self._executor, self._loaded = executor, loaded or set()
+        """Load for this executor; `loaded`: numbers of the adapters that it computes with."""
+        self._executor, self._loaded = executor, set() if loaded is None else loaded
         self._path = ""
         self._adapters: Sequence[AdapterFolder] = ()
 
