@@ -46,6 +46,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 THREADS = 8
 
 Place = dict[str, object]
+Form = tuple[torch.dtype, torch.Size]
 
 
 class GpuMemory(Protocol):
@@ -107,16 +108,25 @@ class Publisher:
             if (Path(like) / name).is_file():
                 shutil.copyfile(Path(like) / name, self._folder / name)
         self._gpu = gpu if gpu is not None else CudaMemory()
-        self._segments: list[_SharedFile] = []
-        self._copies: dict[str, torch.Tensor] = {}
-        self._copied: _SharedFile | None = None
+        self._shared: list[_SharedFile] = []
+        self._copied: Path | None = None
+        """File of the tensors that are copied."""
+        self._copied_forms: dict[str, Form] = {}
+        """What that file has room for."""
 
     def allocate(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors in shared memory with the dtypes and shapes of these, not filled. What is in them is published
         without a copy. They stay until `close`. Raises OSError if there is too little memory."""
-        tensors, segment = self._allocate(like)
-        if segment is not None:
-            self._segments.append(segment)
+        offsets, end = _laid_out(like)
+        path = self._new_file(end)
+        with path.open("r+b") as file:
+            mapping = mmap.mmap(file.fileno(), end)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._shared.append(_SharedFile(path, whole.data_ptr(), end))
+        tensors = {}
+        for name, tensor in like.items():
+            part = whole[offsets[name] : offsets[name] + _nbytes(tensor)]
+            tensors[name] = part.view(tensor.dtype).view(tensor.shape)
         return tensors
 
     def publish(self, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -126,75 +136,74 @@ class Publisher:
         plain = {name: tensor.detach() for name, tensor in tensors.items()}
         if odd := [name for name, tensor in plain.items() if tensor.dtype not in NAMES]:
             raise ValueError(f"tensor {odd[0]!r} has dtype {plain[odd[0]].dtype}, which checkpoints do not have")
-        elsewhere = {name: tensor for name, tensor in plain.items() if not self._is_reachable(tensor)}
-        self._copy(elsewhere)
-        placed = plain | {name: self._copies[name] for name in elsewhere}
         places: list[Place] = []
-        described = {name: self._described(tensor, places) for name, tensor in placed.items()}
-        for entry, digests in zip(described.values(), _digests(placed.values()), strict=True):
+        found = {name: self._place_of(tensor) for name, tensor in plain.items()}
+        copied = self._copy({name: tensor for name, tensor in plain.items() if found[name] is None})
+        described = {}
+        for name, tensor in plain.items():
+            place, offset = found[name] or copied[name]
+            if place not in places:
+                places.append(place)
+            described[name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "place": places.index(place),
+                "offset": offset,
+            }
+        for entry, digests in zip(described.values(), _digests(plain.values()), strict=True):
             entry["sha256"] = digests
         self._write({"version": 1, "block_bytes": BLOCK_BYTES, "places": places, "tensors": described})
         return str(self._folder)
 
     def close(self) -> None:
         """Remove the folder. Instances keep what they have read; one that starts again needs another folder."""
-        self._copies, self._copied = {}, None
-        self._segments.clear()
+        self._shared.clear()
+        self._copied = None
+        self._copied_forms = {}
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --------------------------------------------------------------------------------------------------------- internal
 
-    def _is_reachable(self, tensor: torch.Tensor) -> bool:
+    def _place_of(self, tensor: torch.Tensor) -> tuple[Place, int] | None:
+        """Return the place of a tensor and its offset there; None if nobody else can reach it as it is."""
         if not tensor.is_contiguous():
-            return False
-        return self._gpu.has(tensor) or any(each.offset_of(tensor) is not None for each in self._segments)
+            return None
+        if self._gpu.has(tensor):
+            return self._gpu.export(tensor)
+        for file in self._shared:
+            if (offset := file.offset_of(tensor)) is not None:
+                return _place(file.path), offset
+        return None
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy these to shared memory: to that of the last time, if they are like those of then."""
-        if _forms(tensors) != _forms(self._copies):
-            self._copies, self._copied = self._allocate(tensors)
-        for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor)
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Place, int]]:
+        """Copy these to a file: to that of the last time, if they are like those of then. Return where they are."""
+        if not tensors:
+            return {}
+        offsets, end = _laid_out(tensors)
+        forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if self._copied is None or list(forms.items()) != list(self._copied_forms.items()):
+            self._copied, self._copied_forms = self._new_file(end), forms
+        with self._copied.open("r+b", buffering=0) as file:
+            for name, tensor in tensors.items():
+                here = tensor.contiguous().cpu()
+                file.seek(offsets[name])
+                left = _bytes_of(here)
+                while left:
+                    left = left[file.write(left) :]
+        return {name: (_place(self._copied), offset) for name, offset in offsets.items()}
 
-    def _allocate(self, like: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _SharedFile | None]:
-        offsets, end = [], 0
-        for tensor in like.values():
-            offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        if not end:
-            return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}, None
+    def _new_file(self, nbytes: int) -> Path:
+        """Make a file of this size."""
         path = self._folder / f"{PREFIX}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, end)  # else too little memory would be a signal, at the first write
-            mapping = mmap.mmap(descriptor, end)
+            os.posix_fallocate(descriptor, 0, nbytes)  # else too little memory would be a signal, at the first write
         except OSError:
             path.unlink()
             raise
         finally:
             os.close(descriptor)
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        tensors = {}
-        for (name, tensor), offset in zip(like.items(), offsets, strict=True):
-            part = whole[offset : offset + tensor.numel() * tensor.element_size()]
-            tensors[name] = part.view(tensor.dtype).view(tensor.shape)
-        return tensors, _SharedFile(path, whole.data_ptr(), end)
-
-    def _described(self, tensor: torch.Tensor, places: list[Place]) -> dict[str, object]:
-        place, offset = self._place_of(tensor)
-        if place not in places:
-            places.append(place)
-        shape = list(tensor.shape)
-        return {"dtype": NAMES[tensor.dtype], "shape": shape, "place": places.index(place), "offset": offset}
-
-    def _place_of(self, tensor: torch.Tensor) -> tuple[Place, int]:
-        if self._gpu.has(tensor):
-            return self._gpu.export(tensor)
-        segments = [*self._segments, *([self._copied] if self._copied is not None else [])]
-        for segment in segments:
-            if (offset := segment.offset_of(tensor)) is not None:
-                return {"kind": "file", "name": segment.path.name}, offset
-        return {"kind": "file", "name": TENSORS_MANIFEST}, 0  # it has no numbers
+        return path
 
     def _write(self, manifest: Mapping[str, object]) -> None:
         """Put the manifest in the place of the last one, and remove the memory of what nobody can read any more: also
@@ -202,15 +211,35 @@ class Publisher:
         path = self._folder / f"{TENSORS_MANIFEST}.{secrets.token_hex(8)}"
         path.write_text(json.dumps(manifest), encoding="utf-8")
         path.replace(self._folder / TENSORS_MANIFEST)
-        mine = {each.path.name for each in [*self._segments, *([self._copied] if self._copied is not None else [])]}
+        mine = {file.path.name for file in self._shared}
+        if self._copied is not None:
+            mine.add(self._copied.name)
         for name in os.listdir(self._folder):
             if name.startswith((PREFIX, f"{TENSORS_MANIFEST}.")) and name not in mine:
                 with suppress(OSError):
                     (self._folder / name).unlink()
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+def _laid_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """Return offsets of these tensors in a file, and its size, which is not 0."""
+    offsets, end = {}, 0
+    for name, tensor in tensors.items():
+        offsets[name] = end
+        end += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
+    return offsets, max(end, ALIGNMENT)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _place(path: Path) -> Place:
+    return {"kind": "file", "name": path.name}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory, while it lives."""
+    return memoryview((ctypes.c_ubyte * _nbytes(tensor)).from_address(tensor.data_ptr())).cast("B")
 
 
 def _digests(tensors: Iterable[torch.Tensor]) -> list[list[str]]:
@@ -229,5 +258,4 @@ def _digests(tensors: Iterable[torch.Tensor]) -> list[list[str]]:
 
 def _digest(block: torch.Tensor) -> str:
     here = block.cpu()
-    view = memoryview((ctypes.c_char * len(here)).from_address(here.data_ptr()))
-    return hashlib.sha256(view).hexdigest()[:DIGEST_DIGITS]
+    return hashlib.sha256(_bytes_of(here)).hexdigest()[:DIGEST_DIGITS]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from chitu.tools.publish import Publisher
 
-LEARNING_RATE = 0.02
+LEARNING_RATE = 0.05
 
 
 def main(base: Path, folder: str) -> None:
