@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ PAIRS = {f"P{p}-D{d}" for p in (0, 1) for d in (0, 1)}
 class Serving:
     cluster: LocalCluster
     folders: dict[str, Path]
+    other: Path
+    """Folder of other weights of the model."""
     references: dict[str, transformers.PreTrainedModel] = field(default_factory=dict)
     """By content: `m` is the model alone, `tone2` another content for the name `tone`."""
 
@@ -136,7 +139,7 @@ def write_contents(folder: Path, base: transformers.PreTrainedModel) -> dict[str
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("lora")
-    model = make_model(folder / "m", family="qwen3", layers=3)
+    model, other = (make_model(folder / name, family="qwen3", layers=3, seed=seed) for seed, name in enumerate("mo"))
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     folders = write_contents(folder, base)
     references = {"m": base}
@@ -148,10 +151,15 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         f"{ROUTER}.prefill_schedulers=[{{host: 127.0.0.1, tp_size: 2, devices: [cpu, cpu]}}, {{host: 127.0.0.1}}]"
     ]
     settings += [f"{ROUTER}.decode_schedulers=[{{host: 127.0.0.1}}, {{host: 127.0.0.1}}]"]
-    settings += ["model.max_model_len=1400", "cache.num_pages=600", "cache.host_bytes=4000000"]
+    settings += [
+        f"{ROUTER}.kept_requests.dir={folder / 'kept'}",
+        "model.max_model_len=1400",
+        "cache.num_pages=600",
+        "cache.host_bytes=4000000",
+    ]
     with LocalCluster(load_topology("pd_disagg_2p2d_multi_node", settings), entries=FORKED) as cluster:
         cluster.wait_ready(120)
-        yield Serving(cluster, folders, references)
+        yield Serving(cluster, folders, other, references)
 
 
 def prefill_of(answer: dict[str, Any]) -> str:
@@ -300,6 +308,65 @@ def test_another_content_under_a_name_is_for_new_requests_alone(serving: Serving
         assert changing.result()["leaving"] == []
     same = serving.changed(load={"tone": str(serving.folders["tone2"])})
     assert hashes(serving) == {each["name"]: each["hash"] for each in same["adapters"]}
+
+
+def test_the_next_router_goes_on_with_the_content_that_a_request_began_with(serving: Serving) -> None:
+    serving.reset()
+    serving.changed(load={"tone": str(serving.folders["tone"])})
+    prompt, name, headers = fresh(4), "long-one", {"X-Request-Id": "long-one"}
+    body = {"model": "tone", "prompt": prompt, "max_tokens": LONG, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body |= {"return_token_ids": True}
+    url = serving.urls[0]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            lambda: httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=120)
+        )
+        wait_until(lambda: running(serving) > 0, 30, lambda: "it does not run")
+        serving.cluster.kill("router", signal.SIGTERM)
+        assert asked.result().json()["error"]["code"] == "request_kept", asked.result().text
+    serving.cluster.wait_exit("router")
+    serving.cluster.restart("router")
+    serving.cluster.wait_ready(120)
+    kept = [httpx.get(f"{url}/v1/requests/{name}", trust_env=False, timeout=120) for url in serving.urls]
+    (answer,) = [each.json() for each in kept if each.status_code == 200]  # of the router that took it
+    serving.check("tone", answer, prompt)
+    assert len(answer["choices"][0]["token_ids"]) == LONG
+
+
+def test_other_weights_come_without_adapters_and_get_those_that_were_made_for_them(serving: Serving) -> None:
+    """Who starts again then reads both."""
+
+    def change(path: Path) -> httpx.Response:
+        return httpx.post(
+            f"{serving.urls[1]}/admin/weights",
+            json={"path": str(path)},
+            headers=serving.headers,
+            trust_env=False,
+            timeout=120,
+        )
+
+    serving.reset()
+    refused = change(serving.other)
+    assert refused.status_code == 409 and "the LoRA adapters (sql) were trained for" in refused.text
+    serving.changed(unload=["sql"])
+    assert change(serving.other).status_code == 200
+    serving.changed(load={"tone": str(serving.folders["tone"])})
+    base = transformers.AutoModelForCausalLM.from_pretrained(serving.other, dtype=torch.float32).eval()
+    there = replace(serving, references={"m": base, "tone": merged(base, serving.folders["tone"], tone_layer)})
+    for victims in ((), ("D0", "P0")):
+        for name in victims:
+            serving.cluster.kill(name)
+            serving.cluster.wait_exit(name)
+            serving.cluster.restart(name)
+        serving.cluster.wait_ready(120)
+        serving.wait_whole()
+        for number in range(8):
+            for content in ("m", "tone"):
+                prompt = fresh(900 + number + 50 * len(victims))
+                there.check(content, there.ask(content, prompt, number % 2), prompt)
+    serving.changed(unload=["tone"])
+    assert change(serving.other.parent / "m").status_code == 200
+    serving.check("m", serving.ask("m", PROMPT), PROMPT)
 
 
 @dataclass
