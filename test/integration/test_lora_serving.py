@@ -333,6 +333,23 @@ def test_the_next_router_goes_on_with_the_content_that_a_request_began_with(serv
     assert len(answer["choices"][0]["token_ids"]) == LONG
 
 
+def test_what_sleeps_keeps_its_adapters_and_has_them_again_when_it_wakes(serving: Serving) -> None:
+    serving.reset()
+    serving.changed(load={"tone": str(serving.folders["tone"])})
+    before = {name: serving.ask(name, PROMPT, logprobs=1) for name in ("m", "sql", "tone")}
+    with httpx.Client(headers=serving.headers, trust_env=False, timeout=120) as client:
+        state = client.post(f"{serving.urls[0]}/admin/sleep", json={"level": 2}).json()
+        assert [one["level"] for one in state["instances"]] == [2] * 4, state
+        assert all("LoRA adapters" in one["keeps"] for one in state["instances"])
+        refused = serving.change(unload=["tone"])
+        assert refused.status_code == 409 and "the cluster sleeps" in refused.text
+        for name, answer in before.items():
+            again = serving.ask(name, PROMPT, 1, logprobs=1)
+            serving.check(name, again, PROMPT)
+            assert again["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+    serving.wait_whole()
+
+
 def test_other_weights_come_without_adapters_and_get_those_that_were_made_for_them(serving: Serving) -> None:
     """Who starts again then reads both."""
 
