@@ -237,6 +237,22 @@ def test_an_instance_that_starts_again_says_that_the_memory_has_other_tensors_an
     check_logprobs(trainer.checkpoint(), prompts, complete(cluster, prompts))
 
 
+def test_a_cluster_that_wakes_and_finds_other_tensors_says_so_and_follows_with_the_next(
+    cluster: LocalCluster, trainer: Trainer
+) -> None:
+    trainer.ask("share")
+    change(cluster, trainer.publish(20))
+    asleep = operator(cluster, "/admin/sleep", level=2)
+    assert asleep.status_code == 200, asleep.text
+    trainer.ask("train", 21)
+    missing: list[str] = operator(cluster, "/admin/wake").json()["missing"]
+    assert {each.split()[0] for each in missing} == {"P0", "D0"}
+    assert all("it was written to since it was published" in each for each in missing)
+    path, prompts = trainer.publish(22), prompts_of(8, 8)
+    change(cluster, path)
+    check_logprobs(trainer.checkpoint(), prompts, complete(cluster, prompts))
+
+
 def test_a_manifest_that_does_not_fit_is_refused_by_name(cluster: LocalCluster, trainer: Trainer) -> None:
     path, prompts = trainer.publish(11), prompts_of(6, 8)
     before = complete(cluster, prompts)
