@@ -272,6 +272,35 @@ def test_a_folder_that_was_written_during_the_sleep_serves_nothing_until_it_is_a
     assert complete(cluster, prompts) == expected
 
 
+@pytest.mark.parametrize(("transport", "library"), [("mooncake", "mooncake.engine"), ("nixl", "nixl_cu13")])
+def test_pools_that_libraries_write_to_over_tcp_go_and_are_written_again(
+    folder: Path, tmp_path: Path, transport: str, library: str
+) -> None:
+    """Host memory and disk keep their pages: answers from there are those of before, too."""
+    pytest.importorskip(library)
+    settings = [f"model.path={folder}", "model.served_name=m", "cache.num_pages=800", "scheduler.threads=1"]
+    settings += ["model.max_model_len=1400", f"{ROUTER}.pd_disaggregation.transport={transport}"]
+    settings += ["cache.host_bytes=40000000", f"cache.disk.path={tmp_path}"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        prompts = prompts_of(80, 4)
+        complete(cluster, prompts)
+        expected = complete(cluster, prompts)
+        for level in (1, 2):
+            state = operator(cluster, "/admin/sleep", level=level).json()
+            assert not any(each["keeps"] for each in state["instances"]), state
+            assert not any(sum(pools_of(cluster.pid(name)).values()) for name in ("P0", "D0"))
+            assert complete(cluster, prompts) == expected
+        wait_until(lambda: tier_hits(cluster) >= 2 * 4 * 384, 10, lambda: str(tier_hits(cluster)))
+
+
+def tier_hits(cluster: LocalCluster) -> int:
+    """Return how many prompt tokens P found in host memory."""
+    reply = httpx.get(f"{cluster.url}/cluster", trust_env=False, timeout=10).json()
+    (load,) = [each["load"] for each in reply["instances"] if each["name"] == "P0"]
+    return int(load["host_tokens"])
+
+
 @pytest.fixture(scope="module")
 def forgetful(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, Path]]:
     own = tmp_path_factory.mktemp("forgetful") / "model"
