@@ -121,7 +121,8 @@ class WeightsDriver:
                 raise SleepRefused("; ".join(why))
             if weights.word != said and not (weights.word.sleep and weights.word.age > said.age):
                 raise SleepRefused("a request, or an operator, woke the cluster before it slept")
-            if weights.is_pause_known and not self._in_flight() and all(at >= level for at, _ in found.values()):
+            are_asleep = weights.is_pause_known and all(at >= level for at, _ in found.values())
+            if are_asleep and not self._in_flight() and not self._coordination.has_change:
                 return self.sleep_state()
             if loop.time() > end_s:
                 raise RequestTimeout(f"not asleep after {timeout_s:g} s, but will be: {self._why_awake(found)}")
@@ -150,7 +151,7 @@ class WeightsDriver:
             weights.pause = ""
             self._coordination.publish_weights()
         end_s = loop.time() + timeout_s
-        while self._coordination.view.weights != weights.order or not weights.is_pause_known or weights.are_waking:
+        while self._coordination.has_change or not weights.is_pause_known or weights.are_waking:
             if loop.time() > end_s:
                 raise RequestTimeout(f"not awake after {timeout_s:g} s: {', '.join(weights.missing())}")
             await asyncio.sleep(POLL_S)
