@@ -135,7 +135,7 @@ def test_who_cannot_sleep_says_so() -> None:
         def change_model(self, model: Any) -> None: ...
 
     spec: Any = None
-    adapted = RankWeights(WeightsSource("/m", spec, lambda path, found: None, True, False), Runner())
-    assert adapted.why_no_sleep(1) == "" and "sleep at level 1" in adapted.why_no_sleep(2)
-    adapted.no_sleep = ON_GPU
-    assert adapted.why_no_sleep(1) == ON_GPU and NoLoader().why_no_sleep(1)
+    on_gpu = RankWeights(WeightsSource("/m", spec, lambda path, found: None), Runner())
+    assert on_gpu.why_no_sleep(1) == on_gpu.why_no_sleep(2) == ""
+    on_gpu.no_sleep = ON_GPU
+    assert on_gpu.why_no_sleep(1) == ON_GPU and NoLoader().why_no_sleep(1)
