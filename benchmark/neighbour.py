@@ -5,10 +5,10 @@
 
 Writes a random Qwen3 checkpoint of 16 bits twice: the copy of the neighbour stays in the page cache, as a host's does
 that has loaded it; that of the joiner is taken out of it before each load but the warm ones. Each load is a process of
-its own, and so is the neighbour. `--joiners`: so many load at once, each from its own copy; those that have loaded
-serve the others. `--disk-mb-s`: what a joiner's disk gives, as a network file system would (needs root and the block
-device controller of control groups, version 1 or 2). Prints the seconds of each load and the medians, and the share of
-the joiner's file that is in memory before each.
+its own, and so is the neighbour. `--joiners`: so many load at once, each from its own copy; those that have loaded are
+asked, too, and say no, as their copies are not in memory. `--disk-mb-s`: what a joiner's disk gives, as a network file
+system would (needs root and the block device controller of control groups, version 1 or 2). Prints the seconds of each
+load and the medians, and the share of the joiner's file that is in memory before each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The source's end of weights from a neighbour: sends pieces of the checkpoint's files to instances that load.
 
 `WeightsShare` has a port and a thread of its own (`weights-share`). For each piece that a reader wants it reads the
-bytes from its own folder (which is in the page cache of a host that has just loaded it, if there is room), sums them,
-and writes them into the reader's memory by a one-sided transport.
+bytes from its own folder, sums them, and writes them into the reader's memory by a one-sided transport. It sends none
+if its host has these files not in memory, as after a load from a neighbour: its disk is no better than the reader's.
 
 Bounds: `MOST_READERS` instances at a time, others are told to ask elsewhere or later; one piece of `MAX_PIECE_BYTES` in
 flight; and while requests run here, the thread rests `REST` times as long as each piece took. So of the time of a core,
@@ -46,6 +46,8 @@ from chitu.protocol.neighbour import (
 
 logger = logging.getLogger(__name__)
 
+WARM_SHARE = 0.8
+"""Least share of its files in its host's memory: a source that reads its disk is no quicker than the reader."""
 MOST_READERS = 2
 """Instances that are served at a time."""
 REST = 3.0
@@ -205,6 +207,8 @@ class WeightsShare:
                 files[name] = os.open(Path(folder.path) / name, os.O_RDONLY | os.O_CLOEXEC)
             if not folder.is_unchanged():
                 raise PieceRefused("refused", "the files of its weights were written since it has read them")
+            if (share := folder.share_in_memory(files)) < WARM_SHARE:
+                raise PieceRefused("cold", f"its host has {share:.0%} of the files of its weights in memory")
             memory = message.memory
             transport, peer = connect_to(memory, self._transports, 0)
         except BaseException:

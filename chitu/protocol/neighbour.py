@@ -16,9 +16,9 @@ from chitu.protocol.wire import Codec, Wire
 MAX_PIECE_BYTES = 2 << 20
 """Most bytes of a piece: KV waits for no more than one."""
 
-Refusal = Literal["", "busy", "other_weights", "refused"]
-"""Why there is no piece. `busy`: ask again, or another instance. `other_weights`: it does not serve these, or not any
-more. Empty: there is."""
+Refusal = Literal["", "busy", "cold", "other_weights", "refused"]
+"""Why there is no piece. `busy`: ask again, or another instance. `cold`: it would have to read its own disk.
+`other_weights`: it does not serve these, or not any more. Empty: there is one."""
 
 
 class OpenPieces(Wire, frozen=True, tag="open_pieces"):

@@ -4,6 +4,7 @@ neighbour meanwhile."""
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -21,8 +22,9 @@ from weights_sources import Source, pieces_from, seconds, serving
 from chitu.engine.build import load_model
 from chitu.instance import weights_pieces
 from chitu.instance.weights_share import MOST_READERS
-from chitu.models.config import model_hash, weight_files
+from chitu.models.config import model_hash, weight_files, weights_stamp
 from chitu.models.model import Model
+from chitu.models.served_folder import ServedFolder
 from chitu.models.tensors import tensors_of
 from chitu.models.weights import TensorFiles
 from chitu.protocol.neighbour import MAX_PIECE_BYTES
@@ -149,6 +151,31 @@ def test_a_source_whose_files_were_written_since_it_loaded_sends_none(
         model = load(folder, pieces)
         assert pieces.from_neighbours == sources[0].writes == 0
     assert "the files of its weights were written since it has read them" in caplog.text
+    assert_same(model, load(folder))
+
+
+def test_a_source_whose_host_has_not_its_files_in_memory_sends_none(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would read its disk, which is no better than the reader's."""
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    (path,) = weight_files(own)
+    served = ServedFolder(str(own), "", weights_stamp(own))
+    with path.open("rb") as file:
+        file.read()
+        assert served.share_in_memory({path.name: file.fileno()}) == 1
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if served.share_in_memory({path.name: file.fileno()}) > 0.5:
+            pytest.skip("this file system keeps its files in memory")
+    with serving(Source(own)) as sources:
+        os.posix_fadvise(descriptor := os.open(path, os.O_RDONLY), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        pieces = pieces_from(sources, folder)
+        model = load(folder, pieces)
+        assert pieces.from_neighbours == sources[0].writes == 0
+    assert "of the files of its weights in memory" in caplog.text
     assert_same(model, load(folder))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +302,9 @@ class Whole(ServedFolder):
 
     def is_unchanged(self) -> bool:
         return True
+
+    def share_in_memory(self, descriptors: Mapping[str, int]) -> float:
+        return 1.0
 
 
 @pytest.fixture
