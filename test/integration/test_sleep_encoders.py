@@ -1,4 +1,5 @@
-"""An E that sleeps with its cluster: the tower and the features go, and come back with the bits that they had."""
+"""E sleep with their cluster: the tower and the features go, and come back with the bits that they had. Members of a
+group do not sleep, and then nobody does."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import pytest
 from nursery import FORKED
 from support.router_process import wait_until
 from test_encode_cluster import QUESTION, ask, encoded
+from test_member_groups import started
 from test_role_change import ANY_PORTS
-from test_sleep_cluster import operator, pools_of
+from test_sleep_cluster import complete, operator, pools_of, statuses
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -43,3 +45,16 @@ def test_an_e_gives_tower_and_features_back_and_encodes_again_as_before(tmp_path
             tower_bytes = freed["E0"]
             assert ask(cluster, *QUESTION) == expected
             wait_until(lambda level=level: encoded(cluster) == 2 + 2 * level, 10, lambda: str(encoded(cluster)))
+
+
+def test_members_of_a_group_are_named_and_nobody_sleeps(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "wide", "qwen3_moe", layers=2, max_position_embeddings=512, hidden_size=64)
+    with started(folder, ["{devices: [cpu]}"], ["{dp_size: 2, experts: spread, devices: [cpu, cpu]}"]) as cluster:
+        cluster.wait_ready(120)
+        prompts = [[7] * 40]
+        expected = complete(cluster, prompts)
+        refused = operator(cluster, "/admin/sleep", level=2)
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "sleep_refused", refused.text
+        assert "D0: members of a group (dp_size) do not sleep" in refused.json()["error"]["message"]
+        assert set(statuses(cluster).values()) == {"up"} and complete(cluster, prompts) == expected
+        assert operator(cluster, "/admin/wake").json()["level"] == 0
