@@ -1,9 +1,8 @@
 """A trainer: `python trainer_process.py BASE FOLDER`. Holds the tensors of a checkpoint in memory and publishes them.
 
-Takes a line on stdin for each of its steps, and answers with one:
-`train SEED` makes other numbers near those of the checkpoint, in place; `publish` prints the folder; `save FOLDER`
-writes them as a checkpoint; `copy` and `share` choose whether its tensors are in its own memory or in shared memory. Ends at
-end of file.
+Takes a line on stdin for each of its steps, and answers with one: `train SEED` makes other numbers near those of the
+checkpoint, in place; `publish` prints the folder; `save FOLDER` writes them as a checkpoint; `copy` and `share` choose
+whether its tensors are in its own memory or in shared memory. Ends at end of file.
 """
 
 from __future__ import annotations
