@@ -21,7 +21,7 @@ from chitu.protocol.routes import RouteEntry
 from chitu.protocol.weights import Pause, Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import PROTOCOL_VERSION, Wire, encode
 
-_VIDEO = "frames of a video are rotated by their times"
+_VIDEO = "videos whose frames have times"
 
 
 class Added(NamedTuple):

@@ -91,7 +91,7 @@ def without_needed(value: Any) -> Any:
 def test_an_older_release_gets_no_video_whose_times_it_would_ignore() -> None:
     head = filled(RequestHead)
     assert head.images[0].time and head.images[0].continues
-    with pytest.raises(NoInstance, match="frames of a video are rotated by their times: the other end has version 20"):
+    with pytest.raises(NoInstance, match="videos whose frames have times: the other end has version 20"):
         encode_for(OLDEST_VERSION, head)
 
 

@@ -55,4 +55,4 @@ def test_what_an_older_process_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(ADDED, WithVideo, {"frames": Added(PROTOCOL_VERSION, "video")})
     old = msgspec.structs.replace(UP, protocol=OLDEST_VERSION)
-    assert said(PROTOCOL_VERSION, old)[1][1].endswith("without video")
+    assert said(PROTOCOL_VERSION, old)[1][1].endswith("without video, videos whose frames have times")
