@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import logging
 import math
-import threading
 import time
 import zlib
 from collections import deque
@@ -32,6 +31,7 @@ from chitu.kv_cache.pool import shared_memory
 from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.sockets import connect, listens
+from chitu.net.threads import ServiceThread
 from chitu.protocol import PROTOCOL_VERSION, RankMemory, Wire, encode
 from chitu.protocol.neighbour import (
     MAX_PIECE_BYTES,
@@ -97,7 +97,7 @@ class PieceMemory:
 
     def close(self) -> None:
         # Some libraries take a second for it.
-        threading.Thread(target=_close_all, args=(self._transports,), name="weights-close", daemon=True).start()
+        ServiceThread("weights-close", lambda: _close_all(self._transports)).start()
 
 
 _abandoned: list[PieceMemory] = []
@@ -106,7 +106,10 @@ _abandoned: list[PieceMemory] = []
 
 def _close_all(transports: Sequence[Transport]) -> None:
     for transport in transports:
-        transport.close()
+        try:
+            transport.close()
+        except Exception:  # the weights are here, whatever a library has still to say
+            logger.exception("cannot close the transport %s that weights came over", transport.name)
 
 
 class PieceSession:
