@@ -239,7 +239,10 @@ def parts_of(python: str, out: Path, is_twin: bool) -> list[list[Part]]:
         [bench("budget", 90, "budget")],
         [bench("transfer", 50, "transfer")],
     ]
-    stages += [[tests("staging", 90, staged, "-k", "tokens_do")], [tests("clusters", 150, f"{gpu}clusters.py")]]
+    stages += [
+        [tests("staging", 90, staged, "-k", "tokens_do")],
+        [tests("clusters", 150, f"{gpu}clusters.py", f"{gpu}trainer.py")],
+    ]
     if not is_twin and shutil.which("compute-sanitizer"):
         tool = ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "20"]
         stages.append([tests("memcheck", 60, kernels[0], "-k", "rotation or scattered", prefix=tool)])

@@ -12,6 +12,8 @@ from support.reference_ops import ReferenceOps
 
 from chitu.engine.build import load_model
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.checkpoint import read_entries
+from chitu.models.config import weight_files
 from chitu.ops.torch_ops import TorchOps
 
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
@@ -79,7 +81,7 @@ def test_a_sharded_checkpoint_loads_and_reports_progress(tmp_path):
     assert generate(Engine(tmp_path), [prompt], 6) == [expected_tokens(reference, prompt, 6)]
     seen: list[tuple[int, int]] = []
     load_model(tmp_path, progress=lambda done, total: seen.append((done, total)))
-    total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    total = sum(entry.num_bytes for entry in read_entries(weight_files(tmp_path)).values())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total, total)
     assert len(seen) > 20
