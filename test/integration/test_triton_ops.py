@@ -282,6 +282,7 @@ def for_sm_100():
     return json.loads(found.stdout)
 
 
+@pytest.mark.by_hand
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("kernel", NEWER)
 def test_kernels_of_windows_sinks_and_mixtures_compile_for_sm_100(kernel, for_sm_100):
@@ -290,6 +291,7 @@ def test_kernels_of_windows_sinks_and_mixtures_compile_for_sm_100(kernel, for_sm
     assert all(each["shared_bytes"] <= 227 << 10 for each in kernels), kernels
 
 
+@pytest.mark.by_hand
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("kernel", KEPT)
 def test_kernels_of_weights_that_stay_small_compile_for_sm_100(kernel, for_sm_100):
