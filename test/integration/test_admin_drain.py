@@ -44,7 +44,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., RouterUnderTest
 
 
 def drain(router: RouterUnderTest, body: object, headers: dict[str, str] = KEY) -> httpx.Response:
-    return httpx.post(f"{router.url}/admin/drain", json=body, headers=headers, trust_env=False)
+    return httpx.post(f"{router.url}/admin/drain", json=body, headers=headers, trust_env=False, timeout=60.0)
 
 
 def chitu_drain(router: RouterUnderTest, *words: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,12 @@ def served_by(router: RouterUnderTest, count: int) -> set[str | None]:
     """Send `count` requests and return the instances that decoded them."""
     for _ in range(count):
         body = {"model": "m", "prompt": "abc", "max_tokens": 2}
-        assert httpx.post(f"{router.url}/v1/completions", json=body, headers=KEY, trust_env=False).status_code == 200
+        assert (
+            httpx.post(
+                f"{router.url}/v1/completions", json=body, headers=KEY, trust_env=False, timeout=60.0
+            ).status_code
+            == 200
+        )
     requests = RouterClient(router.url, "secret").cluster().requests
     return {request.decode for request in [r for r in requests if r.ended_at_s is not None][-count:]}
 
@@ -71,15 +76,18 @@ def test_a_key_is_asked_for_and_mistakes_are_named(start: Callable[..., RouterUn
     last = drain(router, {"instance": "D0"})
     assert (last.status_code, last.json()["error"]["code"]) == (409, "last_instance")
     assert drain(router, {"instance": 3}).status_code == 400
-    as_text = httpx.post(f"{router.url}/admin/drain", content=json.dumps({"instance": "D0"}), headers=KEY)
+    as_text = httpx.post(f"{router.url}/admin/drain", content=json.dumps({"instance": "D0"}), headers=KEY, timeout=60.0)
     assert as_text.status_code in (400, 409)
     assert router.members() == {"P0", "D0"}, "nothing of all that drained anything"
 
 
 def test_who_may_join_is_told_the_ports_and_no_key(start: Callable[..., RouterUnderTest]) -> None:
     router = start("P0,D0")
-    assert httpx.get(f"{router.url}/admin/topology", trust_env=False).json()["error"]["code"] == "invalid_api_key"
-    text = httpx.get(f"{router.url}/admin/topology", headers=KEY, trust_env=False).text
+    assert (
+        httpx.get(f"{router.url}/admin/topology", trust_env=False, timeout=60.0).json()["error"]["code"]
+        == "invalid_api_key"
+    )
+    text = httpx.get(f"{router.url}/admin/topology", headers=KEY, trust_env=False, timeout=60.0).text
     assert "secret" not in text
     topology = RouterClient(router.url, "secret").topology()
     assert topology.dp_config.router.api_keys == ()
@@ -106,7 +114,9 @@ def test_a_drained_instance_gets_nothing_new_and_leaves(start: Callable[..., Rou
 def test_what_runs_is_finished_while_others_take_the_new_requests(start: Callable[..., RouterUnderTest]) -> None:
     router = start("P0,D0,D1", "--step-s", "0.02")
     body = {"model": "m", "prompt": "abc", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{router.url}/v1/completions", json=body, headers=KEY, trust_env=False) as long:
+    with httpx.stream(
+        "POST", f"{router.url}/v1/completions", json=body, headers=KEY, trust_env=False, timeout=60.0
+    ) as long:
         lines = long.iter_lines()
         next(lines)
         (running,) = [r for r in RouterClient(router.url, "secret").cluster().requests if r.ended_at_s is None]

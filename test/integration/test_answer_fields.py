@@ -147,7 +147,7 @@ def test_a_schema_is_obeyed_under_any_type_and_an_annotation_refuses_nothing(url
     tool["function"]["parameters"] = {"properties": {"a": {"not": {}}}}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL, tool], "tool_choice": "required"}
     tool["function"]["name"] = "g"
-    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    error = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60.0).json()["error"]
     assert error["param"] == "tools[1].function.parameters.properties.a" and "'g'" in error["message"], error
 
 

@@ -35,14 +35,14 @@ def test_a_d_becomes_a_p_while_prompts_wait(tmp_path: Path) -> None:
         cluster.wait_ready(60)
 
         def roles() -> str:
-            shown = httpx.get(f"{cluster.url}/cluster", trust_env=False).json()
+            shown = httpx.get(f"{cluster.url}/cluster", trust_env=False, timeout=60.0).json()
             return "".join(sorted(i["name"][0] for i in shown["instances"] if i["status"] == "up"))
 
         load = SteadyLoad(lambda: cluster.url, "m", next_ask, right_tokens, 60.0)
         try:
             load.start(8)
             wait_until(lambda: roles() == "DDPP", 60, lambda: cluster.logs("router"))
-            metrics = httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+            metrics = httpx.get(f"{cluster.url}/metrics", trust_env=False, timeout=60.0).text
             load.pause(60.0)
             answers = load.take_answers()
         finally:

@@ -101,7 +101,7 @@ def all_of(count: int) -> Counter[str]:
 
 
 def num_requests(router: RouterUnderTest) -> int:
-    text = httpx.get(router.url + "/metrics").text
+    text = httpx.get(router.url + "/metrics", timeout=60.0).text
     found = re.search(r"^chitu_requests_total (\S+)", text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_said_before_anything_is_kept(tmp_path: Path, model: Pa
         chunked = (b"x" * 65536 for _ in range(40))
         head = {"content-type": "multipart/form-data; boundary=b"}
         begun = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n'
-        reply = httpx.post(url, content=(part for part in (begun, *chunked)), headers=head)
+        reply = httpx.post(url, content=(part for part in (begun, *chunked)), headers=head, timeout=60.0)
         assert reply.status_code == 413
         for form, says in (
             ({"files": {"file": ("a", b"x")}}, "purpose"),
@@ -265,7 +265,11 @@ def test_a_batch_is_cancelled_expires_and_leaves_no_line_unanswered(tmp_path: Pa
             assert ids(output, errors) == all_of(30) and len(output) == batch.request_counts.completed == 8
             assert {each["error"]["code"] for each in errors} == {f"batch_{status}"}
         assert client.files.retrieve(batch.output_file_id).expires_at - batch.expired_at == 3600
-        wait_until(lambda: httpx.get(router.url + "/health").json()["in_flight"] == 0, WAIT_S, "no request to run")
+        wait_until(
+            lambda: httpx.get(router.url + "/health", timeout=60.0).json()["in_flight"] == 0,
+            WAIT_S,
+            "no request to run",
+        )
         short = upload(client, [line(0)], expires_after={"anchor": "created_at", "seconds": 1})
 
         def is_gone() -> bool:
@@ -337,7 +341,11 @@ def test_a_batch_whose_answers_have_no_room_waits_for_it(tmp_path: Path, model: 
         wait_until(lambda: "wait for room" in router.log, WAIT_S, lambda: router.log)
         batch = client.batches.retrieve(made.id)
         assert batch.status == "in_progress" and 0 < batch.request_counts.completed < 400
-        wait_until(lambda: httpx.get(router.url + "/health").json()["in_flight"] == 0, WAIT_S, "no line to be sent")
+        wait_until(
+            lambda: httpx.get(router.url + "/health", timeout=60.0).json()["in_flight"] == 0,
+            WAIT_S,
+            "no line to be sent",
+        )
         client.files.delete(filling)
         output, errors = answers(client, ended(client, made.id))
         assert (ids(output), errors) == (all_of(400), [])
@@ -352,14 +360,16 @@ def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, mode
         url, head = router.url + "/v1/batches/", {"authorization": "Bearer key-of-one"}
         name = begin(client, [line(0), line(1, max_tokens=4000)])
         wait_until(lambda: counts_of(client, name) == 1, WAIT_S, "the short line")
-        reply = httpx.delete(url + name, headers=head)
+        reply = httpx.delete(url + name, headers=head, timeout=60.0)
         assert reply.status_code == 409 and "in_progress: cancel it" in reply.json()["error"]["message"]
         client.batches.cancel(name)
         batch = ended(client, name)
-        assert httpx.delete(url + name, headers={"authorization": "Bearer key-of-two"}).status_code == 404
-        reply = httpx.delete(url + name, headers=head)
+        assert httpx.delete(url + name, headers={"authorization": "Bearer key-of-two"}, timeout=60.0).status_code == 404
+        reply = httpx.delete(url + name, headers=head, timeout=60.0)
         assert (reply.status_code, reply.json()) == (200, {"id": name, "object": "batch", "deleted": True})
-        assert httpx.delete(url + name, headers=head).status_code == 404 and not client.batches.list().data
+        assert (
+            httpx.delete(url + name, headers=head, timeout=60.0).status_code == 404 and not client.batches.list().data
+        )
         output, errors = answers(client, batch)
         assert ids(output, errors) == all_of(2)
 

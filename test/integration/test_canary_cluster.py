@@ -70,7 +70,7 @@ def test_pairs_are_of_one_revision_and_an_operator_moves_the_requests(
     assert "no instance has the revision 'red'; there are blue, green" in capsys.readouterr().err
     assert cli.main(["canary", "--url", cluster.url]) == 0
     assert client.cluster().canary is None
-    page = httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+    page = httpx.get(f"{cluster.url}/metrics", trust_env=False, timeout=60.0).text
     assert 'chitu_instance_info{instance="P1",release="' in page and 'revision="green",role="prefill"} 1.0' in page
 
 

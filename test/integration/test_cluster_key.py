@@ -110,7 +110,7 @@ def test_every_zmq_port_speaks_curve_alone(cluster: LocalCluster) -> None:
 
 def directory(port: int, secrets: ClusterSecrets | None) -> httpx.Response:
     headers = {"authorization": f"Bearer {secrets.token}"} if secrets is not None else {}
-    return httpx.get(f"http://127.0.0.1:{port}/route", headers=headers, trust_env=False)
+    return httpx.get(f"http://127.0.0.1:{port}/route", headers=headers, trust_env=False, timeout=60.0)
 
 
 def test_the_bootstrap_directory_wants_the_token(cluster: LocalCluster) -> None:
@@ -119,7 +119,7 @@ def test_the_bootstrap_directory_wants_the_token(cluster: LocalCluster) -> None:
         assert directory(port, secrets).status_code == 401
     (entry,) = directory(port, SECRETS).json()
     assert entry["engine_rank"] == 0 and entry["rank_port"] > 0
-    assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60.0).status_code == 200
 
 
 def test_an_operator_needs_the_token_and_has_it_from_the_environment(cluster: LocalCluster) -> None:

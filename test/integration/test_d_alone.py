@@ -27,6 +27,8 @@ SETTINGS = ["model.served_name=m", "scheduler.threads=1", "cache.num_pages=800",
 TPOT_S = 5.0
 """So long that D may compute everything, however slow the machine is."""
 ALONE = f"dp_config.router.slo.tpot_s={TPOT_S}"
+BESIDE_P = "dp_config.router.slo.tpot_s=0.02"
+"""So short that D computes few tokens of a prompt in each step beside streams."""
 TP = [
     "dp_config.router.decode_schedulers.0.tp_size=2",
     "dp_config.router.decode_schedulers.0.devices=[cpu,cpu]",
@@ -115,12 +117,13 @@ def test_many_requests_on_d_are_right_in_every_form(cluster: LocalCluster) -> No
 
 def computed_by_p(pair: LocalCluster) -> tuple[list[int], list[float]]:
     """Return a prompt that P computed, because D had streams that would have waited for it, and the logprobs of its
-    answer. What the router takes for cheaper depends on measured times, so several are tried."""
+    answer. What the router takes for cheaper depends on measured times, so several are tried. The streams have prompts of
+    their own, by which P's time a token is measured."""
     is_enough = threading.Event()
 
     def keep_busy() -> None:
         while not is_enough.is_set():
-            streams = [[20 + n, 21] for n in range(24)]
+            streams = [[20 + n, *range(21, 70)] for n in range(24)]
             complete_all(pair.url, streams, [GREEDY | {"max_tokens": 300}] * len(streams))
 
     with ThreadPoolExecutor(1) as pool:
@@ -136,13 +139,13 @@ def computed_by_p(pair: LocalCluster) -> tuple[list[int], list[float]]:
         finally:
             is_enough.set()
             busy.result()
-    raise AssertionError(f"no prompt was computed by P beside the streams of D: {ended(pair)[-3:]}")
+    raise AssertionError(f"no prompt was computed by P beside the streams of D: the newest one went {record}")
 
 
 def test_logits_of_d_alone_are_those_of_the_pair_also_behind_what_the_pair_left(
     cluster: LocalCluster, model: Path
 ) -> None:
-    with start(model, ALONE) as pair:
+    with start(model, BESIDE_P) as pair:
         pair.wait_ready()
         prompt, first = computed_by_p(pair)
         second = [*prompt, *ask(cluster, prompt).token_ids, 11, 12, 13]

@@ -121,10 +121,10 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
         query = reference.last(PROMPTS["query"] + TEXTS[0])
         cosines = [float(query @ vector) for vector in wanted]
         body = {"model": "m", "text_1": TEXTS[0], "text_2": TEXTS}
-        scores = httpx.post(url + "/v1/score", json=body).json()["data"]
+        scores = httpx.post(url + "/v1/score", json=body, timeout=60.0).json()["data"]
         assert [each["score"] for each in scores] == pytest.approx(cosines, abs=1e-5)
         body = {"model": "m", "query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[2]}, TEXTS[4]], "top_n": 2}
-        results = httpx.post(url + "/v1/rerank", json=body).json()["results"]
+        results = httpx.post(url + "/v1/rerank", json=body, timeout=60.0).json()["results"]
         order = sorted([(cosines[1], 0), (cosines[2], 1), (cosines[4], 2)], reverse=True)[:2]
         assert [each["index"] for each in results] == [place for _, place in order]
         assert [each["relevance_score"] for each in results] == pytest.approx([score for score, _ in order], abs=1e-5)
@@ -134,19 +134,23 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
         more = {"text": TEXTS[2], "title": "t", "year": 1}
         told = {**body, "documents": [TEXTS[1], more, TEXTS[4]], "truncation": False, "return_documents": True}
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            reply = httpx.post(url + path, json={**told, "max_tokens_per_doc": 4096, "top_n": 0})
+            reply = httpx.post(url + path, json={**told, "max_tokens_per_doc": 4096, "top_n": 0}, timeout=60.0)
             again = reply.json()["results"]
             assert again[:2] == [{**each, "document": again[i]["document"]} for i, each in enumerate(results)]
             assert next(each["document"] for each in again if each["index"] == 1) == more
             assert len(again) == 3 and "x-chitu-warning" not in reply.headers
         cut = reference.tokenizer.decode(reference.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"][:9])
-        few = httpx.post(url + "/rerank", json={**body, "documents": [TEXTS[2]], "max_tokens_per_doc": 9}).json()
+        few = httpx.post(
+            url + "/rerank", json={**body, "documents": [TEXTS[2]], "max_tokens_per_doc": 9}, timeout=60.0
+        ).json()
         assert few["results"][0]["relevance_score"] == pytest.approx(float(query @ reference.last(cut)), abs=1e-5)
         assert few["results"][0]["document"]["text"] == TEXTS[2]
         for names in (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")):
-            reply = httpx.post(url + "/score", json={"model": "m", names[0]: TEXTS[0], names[1]: TEXTS})
+            reply = httpx.post(url + "/score", json={"model": "m", names[0]: TEXTS[0], names[1]: TEXTS}, timeout=60.0)
             assert [each["score"] for each in reply.json()["data"]] == pytest.approx(cosines, abs=1e-5)
-        long = httpx.post(url + "/v2/rerank", json={**body, "documents": ["Gravity " * 9000], "truncation": True})
+        long = httpx.post(
+            url + "/v2/rerank", json={**body, "documents": ["Gravity " * 9000], "truncation": True}, timeout=60.0
+        )
         assert long.status_code == 200, long.text
 
         for route, wrong, param in (
@@ -165,7 +169,7 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
             ("score", {"text_1": "a"}, "text_2"),
             ("score", {"text_1": "a", "queries": "a", "text_2": "b"}, "queries"),
         ):
-            reply = httpx.post(f"{url}/v1/{route}", json={"model": "m", **wrong})
+            reply = httpx.post(f"{url}/v1/{route}", json={"model": "m", **wrong}, timeout=60.0)
             assert reply.status_code == 400, (wrong, reply.text)
             assert reply.json()["error"]["param"] == param or param is None
 
@@ -202,7 +206,7 @@ def test_mean_of_a_unified_instance_from_a_decoder_that_was_saved_alone(folder: 
         for _ in range(2):
             require_close(embedded(url, TEXTS), wanted)
         body = {"model": "m", "prompt": TEXTS[2], "max_tokens": 2}
-        assert httpx.post(url + "/v1/completions", json=body).status_code == 200  # leaves cached pages
+        assert httpx.post(url + "/v1/completions", json=body, timeout=60.0).status_code == 200  # leaves cached pages
         require_close(embedded(url, TEXTS), wanted)
 
 
@@ -236,7 +240,7 @@ def test_logits_of_a_reranker_on_p_and_d(folder: Path) -> None:
         many = {**body, "documents": [TEXTS[1], "Gravity " * 9000]}
         assert httpx.post(url + "/v1/rerank", json=many, timeout=60).status_code == 400
         reply = httpx.post(url + "/v1/rerank", json={**many, "truncation": True}, timeout=60).json()
-        most = httpx.get(url + "/v1/models").json()["data"][0]["max_model_len"] - 1
+        most = httpx.get(url + "/v1/models", timeout=60.0).json()["data"][0]["max_model_len"] - 1
 
         def count(document: str) -> int:
             return len(reference.tokenizer(prompt(TEXTS[0], document, "judge"), add_special_tokens=False)["input_ids"])
@@ -250,5 +254,5 @@ def test_logits_of_a_reranker_on_p_and_d(folder: Path) -> None:
             float(torch.softmax(reference.logits(prompt(TEXTS[0], text, "judge"))[[NO, YES]], 0)[1]) for text in cut
         ]
         assert any(score == pytest.approx(each, abs=1e-5) for each in scores)
-        reply = httpx.post(url + "/v1/embeddings", json={"model": "m", "input": "a"})
+        reply = httpx.post(url + "/v1/embeddings", json={"model": "m", "input": "a"}, timeout=60.0)
         assert reply.status_code == 400 and "LogitScore" in reply.json()["error"]["message"]

@@ -42,7 +42,7 @@ def test_fake_p_and_d_join_a_real_router_and_everyone_says_what_they_are(tmp_pat
     serve = [*CHITU, "serve", *ROUTER_ALONE, "--port", "0", "--log-dir", str(tmp_path)]
     with ServeProcess(serve, popen=forked_chitu) as router:
         url = router.wait_line(r"(http://127\.0\.0\.1:\d+)")[1]
-        assert httpx.get(f"{url}/health", trust_env=False).status_code == 503
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=60.0).status_code == 503
         words = ["--url", url, "--log-dir", str(tmp_path)]
         fakes = [
             ServeProcess([*CHITU, "serve", "--fake", role, *words], popen=forked_chitu)

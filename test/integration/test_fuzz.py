@@ -163,7 +163,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 def layout_of(cluster: LocalCluster) -> KVLayout:
     """Return the real layout, so that frames get as far as they can."""
-    instances = httpx.get(f"{cluster.url}/cluster", trust_env=False).json()["instances"]
+    instances = httpx.get(f"{cluster.url}/cluster", trust_env=False, timeout=60.0).json()["instances"]
     return msgspec.convert(instances[0]["layout"], KVLayout)
 
 
@@ -223,7 +223,9 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
             assert sign not in log, log[max(0, log.index(sign) - 500) : log.index(sign) + 2500]
 
     def members() -> list[str]:
-        return sorted(i["name"] for i in httpx.get(f"{cluster.url}/health", trust_env=False).json()["instances"])
+        return sorted(
+            i["name"] for i in httpx.get(f"{cluster.url}/health", trust_env=False, timeout=60.0).json()["instances"]
+        )
 
     # A well-formed join of an instance that does not exist is believed until its lease ends; `cluster_key` prevents it.
     wait_until(lambda: members() == ["D0", "P0"], 30.0, members)

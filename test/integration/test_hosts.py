@@ -125,7 +125,7 @@ class Links:
         return {str(r.decode) for r in running if r.state == "decode" and r.output_tokens > 2}
 
     def counted(self, name: str) -> float:
-        text = httpx.get(f"{self.cluster.url}/metrics", trust_env=False).text
+        text = httpx.get(f"{self.cluster.url}/metrics", trust_env=False, timeout=60.0).text
         return sum(float(number) for number in re.findall(rf"^{name}(?:_total)?(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def wait_back(self, before: Mapping[str, str], new: set[str]) -> None:

@@ -168,7 +168,7 @@ def test_errors_are_anthropics(router: RouterUnderTest, model: Path, tmp_path: P
             told = response.json()
             assert (response.status_code, told["type"], told["error"]["type"]) == (status, "error", kind), response.text
             assert text in told["error"]["message"] and told["request_id"] == response.headers["request-id"]
-    wrong = httpx.get(f"{router.url}/v1/messages", headers=HEADERS, trust_env=False)
+    wrong = httpx.get(f"{router.url}/v1/messages", headers=HEADERS, trust_env=False, timeout=60.0)
     assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
     assert post(router, body, **{"x-api-key": "", "authorization": f"Bearer {KEY}"}).status_code == 200
     large = {"type": "text", "text": "x" * 3000}

@@ -156,7 +156,7 @@ def unharmed(cluster: LocalCluster) -> Iterator[None]:
 
     def is_idle() -> bool:
         loads = instance_loads(cluster.url)
-        in_flight = httpx.get(f"{cluster.url}/health", trust_env=False).json()["in_flight"]
+        in_flight = httpx.get(f"{cluster.url}/health", trust_env=False, timeout=60.0).json()["in_flight"]
         return in_flight == 0 and all(name in loads and is_whole(loads[name]) for name in ("P0", "D0"))
 
     wait_until(is_idle, 30.0, lambda: instance_loads(cluster.url))

@@ -93,7 +93,9 @@ def test_a_stop_string_ends_the_text_and_cancels_both_halves(
 
 
 def test_lists_n_and_echo_fan_out(client: openai.OpenAI) -> None:
-    ids = httpx.post(str(client.base_url).replace("/v1/", "/tokenize"), json={"prompt": "abc def"}).json()["tokens"]
+    ids = httpx.post(
+        str(client.base_url).replace("/v1/", "/tokenize"), json={"prompt": "abc def"}, timeout=60.0
+    ).json()["tokens"]
     two = client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=3, echo=True)
     assert [c.index for c in two.choices] == [0, 1, 2, 3]
     assert [c.text[:3] for c in two.choices] == ["one", "one", "two", "two"]
@@ -144,7 +146,7 @@ def test_wrong_input_is_an_openai_error_object(
     router: RouterUnderTest, change: dict[str, object], status: int, param: str | None, code: str
 ) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, **change}
-    reply = httpx.post(router.url + "/v1/completions", json=body)
+    reply = httpx.post(router.url + "/v1/completions", json=body, timeout=60.0)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, code), error
     assert param is None or error["param"] == param
@@ -154,24 +156,24 @@ def test_wrong_input_is_an_openai_error_object(
 def test_other_errors(router: RouterUnderTest) -> None:
     url = router.url
     for reply, status in (
-        (httpx.post(url + "/v1/completions", content=b"{"), 400),
-        (httpx.post(url + "/v1/completions", content=b"\xff"), 400),
-        (httpx.get(url + "/v1/chat/completions"), 405),
-        (httpx.get(url + "/tokenize"), 405),
-        (httpx.get(url + "/nothing"), 404),
-        (httpx.post(url + "/tokenize", json={}), 400),
-        (httpx.post(url + "/detokenize", json={"tokens": ["a"]}), 400),
+        (httpx.post(url + "/v1/completions", content=b"{", timeout=60.0), 400),
+        (httpx.post(url + "/v1/completions", content=b"\xff", timeout=60.0), 400),
+        (httpx.get(url + "/v1/chat/completions", timeout=60.0), 405),
+        (httpx.get(url + "/tokenize", timeout=60.0), 405),
+        (httpx.get(url + "/nothing", timeout=60.0), 404),
+        (httpx.post(url + "/tokenize", json={}, timeout=60.0), 400),
+        (httpx.post(url + "/detokenize", json={"tokens": ["a"]}, timeout=60.0), 400),
     ):
         assert reply.status_code == status
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     neutral = {"logprobs": False, "best_of": 1, "tools": [], "response_format": {"type": "text"}, "user": "me"}
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "suffix": "", **neutral}
-    reply = httpx.post(url + "/v1/completions", json=body, headers={"X-Request-Id": "my-id"})
+    reply = httpx.post(url + "/v1/completions", json=body, headers={"X-Request-Id": "my-id"}, timeout=60.0)
     assert reply.status_code == 200 and reply.headers["x-request-id"] == "my-id"
-    assert "/v1/chat/completions" in httpx.get(url + "/openapi.json").json()["paths"]
-    assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
-    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    assert httpx.post(url + "/detokenize", json={"tokens": ids}).json()["prompt"].endswith(PROMPT)
+    assert "/v1/chat/completions" in httpx.get(url + "/openapi.json", timeout=60.0).json()["paths"]
+    assert httpx.get(url + "/v1/models", timeout=60.0).json()["data"][0]["id"] == "tiny"
+    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}, timeout=60.0).json()["tokens"]
+    assert httpx.post(url + "/detokenize", json={"tokens": ids}, timeout=60.0).json()["prompt"].endswith(PROMPT)
 
 
 def test_a_request_needs_no_model_and_developers_speak_as_the_system(router: RouterUnderTest) -> None:
@@ -179,10 +181,12 @@ def test_a_request_needs_no_model_and_developers_speak_as_the_system(router: Rou
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
     ):
-        reply = httpx.post(router.url + path, json=body)
+        reply = httpx.post(router.url + path, json=body, timeout=60.0)
         assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
     counted = [
-        httpx.post(router.url + "/tokenize", json={"messages": [{"role": role, "content": "Be brief."}]}).json()
+        httpx.post(
+            router.url + "/tokenize", json={"messages": [{"role": role, "content": "Be brief."}]}, timeout=60.0
+        ).json()
         for role in ("system", "developer", "user")
     ]
     assert counted[0]["tokens"] == counted[1]["tokens"] != counted[2]["tokens"]
@@ -190,7 +194,7 @@ def test_a_request_needs_no_model_and_developers_speak_as_the_system(router: Rou
 
 def test_head_is_get_without_its_body(router: RouterUnderTest) -> None:
     for path in ("/health", "/livez", "/v1/models", "/metrics", "/", "/cluster", "/web/style.css", "/v1/models/no"):
-        got, head = httpx.get(router.url + path), httpx.head(router.url + path)
+        got, head = httpx.get(router.url + path, timeout=60.0), httpx.head(router.url + path)
         assert (head.status_code, head.content) == (got.status_code, b""), path
         assert head.headers["content-type"] == got.headers["content-type"]
         assert "content-length" in head.headers
@@ -203,12 +207,12 @@ def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) ->
         router.start_worker("U0", "--step-s", "0.05")
         url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3000}
         for wrong in ("0", "-1", "soon", "nan", "inf", "1_0", ""):
-            reply = httpx.post(url, json=body, headers={"X-Request-Timeout": wrong})
+            reply = httpx.post(url, json=body, headers={"X-Request-Timeout": wrong}, timeout=60.0)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "X-Request-Timeout")
         reply = httpx.post(url, json=body, headers={"X-Request-Timeout": "0.4"}, timeout=30)
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "request_timeout")
         assert "0.4 s (X-Request-Timeout)" in reply.json()["error"]["message"]
-        reply = httpx.post(url, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": "60"})
+        reply = httpx.post(url, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": "60"}, timeout=60.0)
         assert reply.status_code == 200
 
 
@@ -221,7 +225,7 @@ def test_every_event_may_say_what_its_choice_used_so_far(router: RouterUnderTest
         for include_usage in (False, True):
             options = {"continuous_usage_stats": True, "include_usage": include_usage}
             asked = {**body, "max_tokens": 7, "ignore_eos": True, "return_token_ids": True, "stream": True}
-            reply = httpx.post(router.url + path, json={**asked, "stream_options": options})
+            reply = httpx.post(router.url + path, json={**asked, "stream_options": options}, timeout=60.0)
             events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
             shown: Counter[int] = Counter()
             of_choices = [event for event in events if event["choices"]]
@@ -245,7 +249,7 @@ def test_pages_of_configured_origins_alone_may_use_the_api(
     allow = "access-control-allow-origin"
     plain = httpx.options(router.url + "/v1/models", headers={"origin": page, **asking})
     assert plain.status_code == 405 and allow not in plain.headers
-    assert allow not in httpx.get(router.url + "/v1/models", headers={"origin": page}).headers
+    assert allow not in httpx.get(router.url + "/v1/models", headers={"origin": page}, timeout=60.0).headers
     settings = [f'dp_config.router.cors_origins=["{page}"]', "model.served_name=tiny"]
     with forked_router(tmp_path, model, settings, API_KEYS) as router:
         url = router.url + "/v1/chat/completions"
@@ -256,11 +260,11 @@ def test_pages_of_configured_origins_alone_may_use_the_api(
         odd = httpx.options(url, headers={"origin": page, **asking, "access-control-request-headers": "a;b"})
         assert odd.headers["access-control-allow-headers"] == "authorization, content-type"
         assert allow not in httpx.options(url, headers={"origin": other, **asking}).headers
-        refused = httpx.post(url, json={}, headers={"origin": page})
+        refused = httpx.post(url, json={}, headers={"origin": page}, timeout=60.0)
         assert (refused.status_code, refused.headers[allow]) == (401, page), "scripts read errors, too"
         assert "x-request-id" in refused.headers["access-control-expose-headers"]
         for path, origin in (("/v1/models", other), ("/admin/topology", page)):
-            reply = httpx.get(router.url + path, headers={"origin": origin})
+            reply = httpx.get(router.url + path, headers={"origin": origin}, timeout=60.0)
             assert allow not in reply.headers and reply.headers["vary"] == "origin"
         assert httpx.options(url, headers={"origin": page}).status_code in (401, 405), "no preflight"
 
@@ -276,14 +280,14 @@ def test_a_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path)
             ("/detokenize", {"tokens": [20]}),
         ]
         for path, body in bodies:
-            plain = httpx.post(router.url + path, json=body)
+            plain = httpx.post(router.url + path, json=body, timeout=60.0)
             assert plain.status_code == 200 and "x-chitu-warning" not in plain.headers, (path, plain.text)
-            odd = httpx.post(router.url + path, json={**body, "m\u00f6del": 1})
+            odd = httpx.post(router.url + path, json={**body, "m\u00f6del": 1}, timeout=60.0)
             assert odd.status_code == 200, (path, odd.text)
             assert "m\\xf6del: " in odd.headers["x-chitu-warning"], (path, odd.headers)
-            refused = httpx.post(router.url + path, json={**body, "model": 1})
+            refused = httpx.post(router.url + path, json={**body, "model": 1}, timeout=60.0)
             assert refused.status_code == 400, (path, refused.text)
-        reply = httpx.post(router.url + "/v1/completions", json={"prompt": "hi", "stop_regex": "a"})
+        reply = httpx.post(router.url + "/v1/completions", json={"prompt": "hi", "stop_regex": "a"}, timeout=60.0)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stop_regex")
 
 
@@ -297,18 +301,18 @@ def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
         auth = {"Authorization": "Bearer secret"}
         url = router.url + "/v1/completions"
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
-        assert httpx.get(router.url + "/livez").status_code == 200
-        assert httpx.get(router.url + "/health").status_code == 503
-        assert httpx.post(url, json=body).status_code == 401
-        none = httpx.post(url, json=body, headers=auth)
+        assert httpx.get(router.url + "/livez", timeout=60.0).status_code == 200
+        assert httpx.get(router.url + "/health", timeout=60.0).status_code == 503
+        assert httpx.post(url, json=body, timeout=60.0).status_code == 401
+        none = httpx.post(url, json=body, headers=auth, timeout=60.0)
         assert (none.status_code, none.json()["error"]["code"]) == (503, "no_instance")
         assert none.headers["retry-after"] == "1"
-        assert httpx.post(url, json={**body, "prompt": "x" * 3000}, headers=auth).status_code == 413
+        assert httpx.post(url, json={**body, "prompt": "x" * 3000}, headers=auth, timeout=60.0).status_code == 413
         router.start_worker("U0")
-        assert httpx.get(router.url + "/health").status_code == 200
-        many = httpx.post(url, json={**body, "n": 3}, headers=auth)
+        assert httpx.get(router.url + "/health", timeout=60.0).status_code == 200
+        many = httpx.post(url, json={**body, "n": 3}, headers=auth, timeout=60.0)
         assert many.status_code == 429 and many.headers["retry-after"] == "1"
-        assert httpx.post(url, json=body, headers=auth).status_code == 200
+        assert httpx.post(url, json=body, headers=auth, timeout=60.0).status_code == 200
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -321,8 +325,10 @@ def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Pa
     with forked_router(tmp_path, model, ["model.served_name=tiny"], API_KEYS) as router:
         auth = {"Authorization": "Bearer secret"}
         for path in ("/cluster", "/cluster/events"):
-            assert httpx.get(router.url + path).status_code == 401
-        assert httpx.get(router.url + "/demo/example", headers=auth).status_code == 404, "only chitu-tiny can answer it"
+            assert httpx.get(router.url + path, timeout=60.0).status_code == 401
+        assert httpx.get(router.url + "/demo/example", headers=auth, timeout=60.0).status_code == 404, (
+            "only chitu-tiny can answer it"
+        )
         router.start_worker("P0,D0", "--step-s", "0.02")
         with httpx.stream("GET", router.url + "/cluster/events", headers=auth, timeout=10) as stream:
             events = _events(stream)
@@ -342,16 +348,16 @@ def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Pa
 
 def test_the_page_loads_nothing_from_elsewhere_and_needs_no_key(model: Path, tmp_path: Path) -> None:
     with forked_router(tmp_path, model, env=API_KEYS) as router:
-        page = httpx.get(router.url + "/")
+        page = httpx.get(router.url + "/", timeout=60.0)
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
         files = re.findall(r'(?:src|href)="(web/[^"]+)"', page.text)
         assert len(files) >= 2
         for file in files:
-            served = httpx.get(f"{router.url}/{file}")
+            served = httpx.get(f"{router.url}/{file}", timeout=60.0)
             assert served.status_code == 200 and "content-security-policy" in served.headers, file
-        assert httpx.get(router.url + "/web/../pyproject.toml").status_code in (401, 404)
-        assert httpx.get(router.url + "/web/%2e%2e/app.py").status_code == 404
+        assert httpx.get(router.url + "/web/../pyproject.toml", timeout=60.0).status_code in (401, 404)
+        assert httpx.get(router.url + "/web/%2e%2e/app.py", timeout=60.0).status_code == 404
 
 
 def _traced(trace: Path, kind: str) -> list[dict[str, str]]:
@@ -381,8 +387,10 @@ def test_a_pair_without_writes_is_refused_at_once_and_named_until_another_serves
         router.start_worker("P0", "--suspended")
         router.start_worker("D0")
         url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 2}
-        wait_until(lambda: "write" in httpx.get(router.url + "/health").json()["reason"], 5, "a heartbeat of P0")
-        health, refused = httpx.get(router.url + "/health"), httpx.post(url, json=body)
+        wait_until(
+            lambda: "write" in httpx.get(router.url + "/health", timeout=60.0).json()["reason"], 5, "a heartbeat of P0"
+        )
+        health, refused = httpx.get(router.url + "/health", timeout=60.0), httpx.post(url, json=body, timeout=60.0)
         assert (health.status_code, health.json()["status"]) == (503, "unavailable")
         assert health.json()["reason"].startswith("no pair can serve: P0 does not write to D0")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -391,9 +399,9 @@ def test_a_pair_without_writes_is_refused_at_once_and_named_until_another_serves
         assert not snapshot.requests
         assert {i.name: i.load.suspended for i in snapshot.instances if i.load} == {"P0": (0,), "D0": ()}
         router.start_worker("D1")
-        assert httpx.get(router.url + "/health").status_code == 200
+        assert httpx.get(router.url + "/health", timeout=60.0).status_code == 200
         for _ in range(3):
-            assert httpx.post(url, json=body).status_code == 200
+            assert httpx.post(url, json=body, timeout=60.0).status_code == 200
         served = RouterClient(router.url).cluster().requests
         assert {(record.prefill, record.decode, record.attempt) for record in served} == {("P0", "D1", 1)}
 
@@ -410,7 +418,7 @@ def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: 
             for _ in stream:
                 pass
         assert lost.value.code == "decode_lost"
-        wait_until(lambda: httpx.get(router.url + "/health").status_code == 503, 5, "no pair")
+        wait_until(lambda: httpx.get(router.url + "/health", timeout=60.0).status_code == 503, 5, "no pair")
         router.start_worker("D0", "--fail-decode", "transfer_timeout")
         with pytest.raises(openai.InternalServerError) as failed:
             client.completions.create(model="tiny", prompt="hi", max_tokens=30)
@@ -438,12 +446,16 @@ def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model:
     with forked_router(tmp_path, model, (lease,)) as router:
         worker = router.start_worker("P0,D0")
         directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
-        assert len(httpx.get(directory).json()) == 1
+        assert len(httpx.get(directory, timeout=60.0).json()) == 1
         minimal = {"role": "prefill", "rank_ip": "10.0.0.7", "rank_port": 5100, "engine_rank": 7}
-        assert httpx.put(directory, json=minimal).status_code == 200
-        assert httpx.get(directory, params={"engine_rank": 7}).json() == minimal
+        assert httpx.put(directory, json=minimal, timeout=60.0).status_code == 200
+        assert httpx.get(directory, params={"engine_rank": 7}, timeout=60.0).json() == minimal
         worker.terminate()
-        wait_until(lambda: httpx.get(directory).json() == [minimal], 10, "the entry to go, and the other one to stay")
+        wait_until(
+            lambda: httpx.get(directory, timeout=60.0).json() == [minimal],
+            10,
+            "the entry to go, and the other one to stay",
+        )
 
 
 def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:

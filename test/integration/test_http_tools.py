@@ -273,7 +273,7 @@ def test_a_response_that_is_aborted_fails_in_its_stream(client: openai.OpenAI) -
     )
     first = next(iter(stream))
     abort = str(client.base_url).replace("/v1/", "/abort_request")
-    assert httpx.post(abort, json={"rid": first.response.id}).json() == {"aborted": 1}
+    assert httpx.post(abort, json={"rid": first.response.id}, timeout=60.0).json() == {"aborted": 1}
     last = list(stream)[-1]
     assert last.type == "response.failed" and last.response.error.code == "cancelled"
 
@@ -287,12 +287,12 @@ def test_an_aborted_request_ends_for_its_client_and_the_cluster(
     first = next(iter(stream))
     rid = first.id if by_answers_id else "mine-1"
     abort = str(client.base_url).replace("/v1/", "/abort_request")
-    assert httpx.post(abort, json={"rid": "another"}).json() == {"aborted": 0}
-    assert httpx.post(abort, json={"rid": rid}).json() == {"aborted": 1}
+    assert httpx.post(abort, json={"rid": "another"}, timeout=60.0).json() == {"aborted": 0}
+    assert httpx.post(abort, json={"rid": rid}, timeout=60.0).json() == {"aborted": 1}
     with pytest.raises(openai.APIError) as raised:
         list(stream)
     assert raised.value.code == "cancelled"
-    assert httpx.post(abort, json={"rid": rid}).json() == {"aborted": 0}
+    assert httpx.post(abort, json={"rid": rid}, timeout=60.0).json() == {"aborted": 0}
     wait_until(lambda: router.health()["in_flight"] == 0, 20, "nothing in flight")
 
 
@@ -301,9 +301,13 @@ def test_an_aborted_request_that_is_not_streamed_gets_an_error(client: openai.Op
     abort = str(client.base_url).replace("/v1/", "/abort_request")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(client.chat.completions.create, **body)
-        wait_until(lambda: httpx.post(abort, json={"rid": "mine-2"}).json()["aborted"] == 1, 20, "the request to run")
+        wait_until(
+            lambda: httpx.post(abort, json={"rid": "mine-2"}, timeout=60.0).json()["aborted"] == 1,
+            20,
+            "the request to run",
+        )
         with pytest.raises(openai.APIStatusError) as raised:
             answer.result()
     assert raised.value.status_code == 499 and raised.value.code == "cancelled"
-    too_large = httpx.post(abort, content=b'{"rid": "a"}' + b" " * LARGE_BODY_BYTES)
+    too_large = httpx.post(abort, content=b'{"rid": "a"}' + b" " * LARGE_BODY_BYTES, timeout=60.0)
     assert too_large.status_code == 413

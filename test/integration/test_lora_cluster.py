@@ -68,12 +68,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_adapters_are_models_with_their_parent(world: World) -> None:
-    cards = httpx.get(f"{world.url}/v1/models", trust_env=False).json()["data"]
+    cards = httpx.get(f"{world.url}/v1/models", trust_env=False, timeout=60.0).json()["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [("m", None), ("sql", "m"), ("tone", "m")]
-    assert cards[1] == httpx.get(f"{world.url}/v1/models/sql", trust_env=False).json()
+    assert cards[1] == httpx.get(f"{world.url}/v1/models/sql", trust_env=False, timeout=60.0).json()
     assert (cards[1]["root"], cards[1]["max_model_len"]) == (world.adapters["sql"], cards[0]["max_model_len"])
-    assert httpx.get(f"{world.url}/v1/models/poems", trust_env=False).status_code == 404
-    instances = httpx.get(f"{world.url}/cluster", trust_env=False).json()["instances"]
+    assert httpx.get(f"{world.url}/v1/models/poems", trust_env=False, timeout=60.0).status_code == 404
+    instances = httpx.get(f"{world.url}/cluster", trust_env=False, timeout=60.0).json()["instances"]
     of_p, of_d = (instance["layout"]["adapters"] for instance in instances)
     assert of_p == of_d and [name for name, _ in of_p] == ["sql", "tone"]
 
@@ -93,7 +93,7 @@ def test_an_unknown_name_is_a_404_with_the_known_ones(world: World) -> None:
         ("completions", {"prompt": "a"}),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     ):
-        reply = httpx.post(f"{world.url}/v1/{route}", json={"model": "poems", **more}, trust_env=False)
+        reply = httpx.post(f"{world.url}/v1/{route}", json={"model": "poems", **more}, trust_env=False, timeout=60.0)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
         assert "this server has 'm', 'sql', 'tone'" in reply.json()["error"]["message"]
 

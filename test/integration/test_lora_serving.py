@@ -235,14 +235,19 @@ def hashes(serving: Serving) -> dict[str, str]:
 def test_whoever_dies_the_list_stays_and_requests_go_on_with_their_adapter(
     serving: Serving, victims: tuple[str, ...]
 ) -> None:
-    """They start again with the list of their command lines."""
+    """They start again with the list of their command lines. A request under which two died one after the other is
+    refused as poison, and asked again."""
     serving.reset()
     serving.changed(load={"tone": str(serving.folders["tone"])}, unload=["sql"])
     before, results = hashes(serving), list[tuple[list[int], dict[str, Any]]]()
 
     def ask(number: int) -> None:
         prompt = fresh(700 + number)
-        results.append((prompt, serving.ask("tone", prompt, 1, max_tokens=300)))
+        reply = serving.post("tone", prompt, 1, max_tokens=300)
+        if len(victims) == 2 and reply.status_code == 500 and reply.json()["error"]["code"] == "poison_request":
+            reply = serving.post("tone", prompt, 1, max_tokens=300)
+        assert reply.status_code == 200, reply.text
+        results.append((prompt, reply.json()))
 
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(ask, number) for number in range(6 * ("router.1" not in victims))]
@@ -510,6 +515,8 @@ def test_what_cannot_be_served_changes_nothing_and_is_named(serving: Serving, tm
         reply = serving.change(**body)
         assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
     for method in ("GET", "POST"):
-        assert httpx.request(method, f"{serving.urls[0]}/admin/adapters", trust_env=False).status_code == 401
+        assert (
+            httpx.request(method, f"{serving.urls[0]}/admin/adapters", trust_env=False, timeout=60.0).status_code == 401
+        )
     assert serving.state() == before
     serving.check("sql", serving.ask("sql", PROMPT), PROMPT)

@@ -162,7 +162,7 @@ class Doubles:
 
     def counted(self, name: str) -> float:
         """Return the sum of a metric of the router."""
-        text = httpx.get(f"{self.processes.url}/metrics", trust_env=False).text
+        text = httpx.get(f"{self.processes.url}/metrics", trust_env=False, timeout=60.0).text
         return sum(float(number) for number in re.findall(rf"^{name}(?:_total)?(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 

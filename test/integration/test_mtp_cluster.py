@@ -64,14 +64,18 @@ def prompt_of(length: int) -> list[int]:
 
 
 def test_fewer_steps_draw_the_tokens_of_the_model(cluster: LocalCluster) -> None:
-    before = instance_loads(cluster.url)["D0"]["steps"]
+    before = instance_loads(cluster.url)["D0"]
     prompt = prompt_of(45)
     options = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     (answer,) = complete_all(cluster.url, [prompt], [options])
     assert answer.token_ids == answer_to(prompt, NUM_TOKENS)
-    wait_until(lambda: instance_loads(cluster.url)["D0"]["steps"] > before, 10, "a report of D")
+    wait_until(lambda: instance_loads(cluster.url)["D0"]["steps"] > before["steps"], 10, "a report of D")
     wait_until(lambda: is_whole(instance_loads(cluster.url)["D0"]), 10, "all is free again")
-    assert instance_loads(cluster.url)["D0"]["steps"] - before < 0.75 * NUM_TOKENS
+    after = instance_loads(cluster.url)["D0"]
+    # How many are drafted is a matter of measured prices, so of how busy the machine is; that they are right is not. The
+    # first token takes a step, too.
+    drafted, accepted = after["drafts"]["mtp"]
+    assert drafted == accepted > 0 and after["steps"] - before["steps"] <= 1 + NUM_TOKENS - accepted
 
 
 def test_requests_beside_each_other_and_follow_ups(cluster: LocalCluster) -> None:

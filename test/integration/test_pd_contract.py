@@ -88,7 +88,7 @@ def test_the_cluster_tells_where_a_request_went_and_where_its_time_went(
     client: openai.OpenAI, cluster: LocalCluster
 ) -> None:
     reply = client.completions.with_raw_response.create(model="m", prompt=[9] * 100, max_tokens=8, temperature=0)
-    snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+    snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster", timeout=60.0).content, type=ClusterSnapshot)
     (request,) = [r for r in snapshot.requests if r.request_id == reply.headers["x-request-id"]]
     assert (request.prefill, request.decode, request.state) == ("P0", "D0", "finished")
     assert (request.prompt_tokens, request.output_tokens) == (100, reply.parse().usage.completion_tokens)  # type: ignore[union-attr]
@@ -163,7 +163,9 @@ def test_an_answer_proves_which_pair_served_it_what_moved_and_where_its_time_wen
         assert headers["x-chitu-cached-tokens"] == str(proof.cached_tokens), case
         assert headers["server-timing"].startswith("receive;dur="), case
         assert body.get("stream") or headers["x-chitu-kv-bytes"] == str(proof.kv_bytes), case
-    unasked = httpx.post(f"{cluster.url}/v1/completions", json={**new(27), "return_proof": False}, trust_env=False)
+    unasked = httpx.post(
+        f"{cluster.url}/v1/completions", json={**new(27), "return_proof": False}, trust_env=False, timeout=60.0
+    )
     assert "chitu" not in unasked.json() and "server-timing" not in unasked.headers
 
 

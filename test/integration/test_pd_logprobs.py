@@ -217,7 +217,7 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(client: openai.Op
         assert one.logprobs.token_logprobs == longer.logprobs.token_logprobs[:1]
         cached = answer.usage.prompt_tokens_details
         assert cached is not None and cached.cached_tokens == 80, "P had the full pages, and says so"
-        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster", timeout=60.0).content, type=ClusterSnapshot)
         (request,) = [r for r in snapshot.requests if r.request_id == reply.headers["x-request-id"]]
         assert request.kv_bytes == (aux_row_bytes(VOCAB) if request.prefill else 0), request
     wait_until(
@@ -231,7 +231,7 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
     client: openai.OpenAI, cluster: LocalCluster, length: int
 ) -> None:
     prompt, count = [(7 * at + length) % VOCAB for at in range(length)], 4
-    layout = httpx.get(f"{cluster.url}/cluster").json()["instances"][-1]["layout"]
+    layout = httpx.get(f"{cluster.url}/cluster", timeout=60.0).json()["instances"][-1]["layout"]
     mixtures = ({"top_p": 0.9}, {"presence_penalty": 1.0, "echo": True}, {"max_tokens": 1})
     for options, cached in zip(mixtures, (True, False, False), strict=True):
         extra = {"return_token_ids": True, "cache_prompt": cached, "ignore_eos": True, "min_tokens": 1}
@@ -247,7 +247,7 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
         for chunk in client.completions.create(**asked, seed=50, n=count, stream=True):
             texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == [choice.text for choice in single], options
-        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster", timeout=60.0).content, type=ClusterSnapshot)
         name = reply.headers["x-request-id"]
         moved = [r.kv_bytes for r in snapshot.requests if r.request_id.startswith(f"{name}-") and r.prefill]
         if moved and not cached:  # a unified instance moves nothing

@@ -126,7 +126,11 @@ def test_what_runs_in_a_container_is_drained_without_its_name(model: Path, tmp_p
         names = [pod.wait_line(r"(U\d) is ready", timeout_s=120)[1] for pod in joined]
         for pod in joined:  # one that has lost the race for U0 has started again, with another free port
             port = re.findall(r"probes: .* on port (\d+)", "\n".join(pod.lines))[-1]
-            wait_until(lambda port=port: httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200, WAIT_S, port)
+            wait_until(
+                lambda port=port: httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60.0).status_code == 200,
+                WAIT_S,
+                port,
+            )
 
         def drain_self(pod: Mapping[str, str], *options: str) -> subprocess.CompletedProcess[str]:
             argv = [*CHITU, "drain", "--self", *options]

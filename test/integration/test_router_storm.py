@@ -102,7 +102,7 @@ def complete(cluster: LocalCluster, name: str, max_tokens: int = 3) -> int:
 
 
 def up(cluster: LocalCluster, name: str) -> list[str]:
-    shown = httpx.get(f"{cluster.router_urls[name]}/cluster", trust_env=False).json()
+    shown = httpx.get(f"{cluster.router_urls[name]}/cluster", trust_env=False, timeout=60.0).json()
     return [each["name"] for each in shown["instances"] if each["status"] == "up"]
 
 
@@ -157,7 +157,9 @@ class Operator:
             drawn = rng.random()
             if drawn < 0.6:
                 with contextlib.suppress(httpx.TransportError):
-                    shown = httpx.get(f"{self.cluster.router_urls[self.name]}/cluster", trust_env=False).json()
+                    shown = httpx.get(
+                        f"{self.cluster.router_urls[self.name]}/cluster", trust_env=False, timeout=60.0
+                    ).json()
                     one = rng.choice([each for each in shown["instances"] if each["status"] != "down"] or [None])
                     if one is not None:
                         role = "decode" if one["role"] == "prefill" else "prefill"

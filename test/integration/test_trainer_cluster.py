@@ -135,7 +135,7 @@ def test_a_receipt_names_the_tensors_and_a_replay_finds_others(cluster: LocalClu
     path = trainer.publish(1)
     change(cluster, path)
     body = {"prompt": prompts_of(2, 1)[0], "max_tokens": 4, "return_proof": True, "return_receipt": True}
-    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, trust_env=False).json()
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, trust_env=False, timeout=60.0).json()
     receipt = reply["chitu"]["receipt"]
     assert receipt["model_hash"] == model_hash(path)
     saved = [Saved(msgspec.convert(receipt, Receipt))]
@@ -145,7 +145,7 @@ def test_a_receipt_names_the_tensors_and_a_replay_finds_others(cluster: LocalClu
     found = change(cluster, trainer.publish(2))["model_hash"]  # the same folder, with others
 
     def hashes() -> set[str]:
-        instances = httpx.get(f"{cluster.url}/cluster", trust_env=False).json()["instances"]
+        instances = httpx.get(f"{cluster.url}/cluster", trust_env=False, timeout=60.0).json()["instances"]
         return {each["layout"]["model_hash"] for each in instances}
 
     wait_until(lambda: hashes() == {found}, 10, "a look at the cluster after the change")

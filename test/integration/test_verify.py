@@ -69,7 +69,7 @@ class World:
         client, secrets = RouterClient(self.cluster.url), derive(cluster_key_of(self.cluster.topology))
         assert secrets is not None
         url, headers = f"{self.cluster.url}/admin/cache/flush", {"authorization": f"Bearer {secrets.token}"}
-        httpx.post(url, headers=headers, trust_env=False)
+        httpx.post(url, headers=headers, trust_env=False, timeout=60.0)
         wait_until(
             lambda: not any(one.load and one.load.pages_cached for one in client.cluster().instances),
             10.0,

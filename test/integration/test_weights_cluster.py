@@ -160,6 +160,7 @@ def test_an_rl_loop_changes_the_weights_between_roll_outs_and_under_running_requ
         f"{cluster.url}/v1/completions",
         json={"prompt": prompts[0], "max_tokens": 2, "return_proof": True, "return_receipt": True},
         trust_env=False,
+        timeout=60.0,
     ).json()["chitu"]["receipt"]
     assert receipt["model_hash"] == model_hash(folders["second"])
     saved = [Saved(msgspec.convert(receipt, Receipt))]
@@ -259,6 +260,7 @@ def test_requests_wait_while_the_cluster_is_paused(
         json={"prompt": "a", "max_tokens": 1},
         headers={"X-Request-Timeout": "0.2"},
         trust_env=False,
+        timeout=60.0,
     )
     assert late.status_code == 504 and "the cluster is paused" in late.json()["error"]["message"]
     change(cluster, folders["second"])  # a pause may be a change
@@ -313,7 +315,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_lost(
         assert (reply.status_code, error["code"]) == (409, "weights_refused") and says in error["message"], error
     assert operator(cluster, "/admin/weights", path="second").json()["error"]["param"] == "path"
     assert operator(cluster, "/admin/weights", path="/x", timeout_s=0).json()["error"]["param"] == "timeout_s"
-    reply = httpx.post(f"{cluster.url}/admin/weights", json={"path": "/x"}, trust_env=False)
+    reply = httpx.post(f"{cluster.url}/admin/weights", json={"path": "/x"}, trust_env=False, timeout=60.0)
     assert reply.status_code == 401
     prompts = prompts_of(4, 8)
     assert references["first"].made(prompts, complete(cluster, prompts))

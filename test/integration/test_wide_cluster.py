@@ -95,7 +95,7 @@ def test_a_member_drafts_by_the_model_without_a_turn_of_the_others(tmp_path: Pat
 
 def drafted_by(cluster: LocalCluster) -> set[str]:
     """Return the members whose last report has tokens that the draft layer guessed."""
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{cluster.url}/metrics", timeout=60.0).text.splitlines()
     return {line.split('"')[1] for line in lines if 'source="mtp"' in line and not line.endswith(" 0.0")}
 
 

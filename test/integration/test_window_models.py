@@ -122,7 +122,11 @@ def test_a_cluster_serves_them_with_the_logprobs_of_transformers_and_moves_one_w
         turn = [*asked[2], *answers[2]["choices"][0]["token_ids"], *asked[0]]
         answers.append(ask(turn, return_proof=True))
         asked = [*asked, turn]
-        (decode,) = (one for one in httpx.get(f"{cluster.url}/cluster").json()["instances"] if one["role"] == "decode")
+        (decode,) = (
+            one
+            for one in httpx.get(f"{cluster.url}/cluster", timeout=60.0).json()["instances"]
+            if one["role"] == "decode"
+        )
         layout = msgspec.convert(decode["layout"], KVLayout)
         wait_until(lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, "whole pools")
     assert layout.state_bytes

@@ -151,7 +151,7 @@ def test_a_drained_decode_instance_finishes_what_runs_and_the_check_names_it(clu
     assert "D1" not in decoded_by(cluster)[-6:] and before
     code, verdict = verify(cluster, "--max_tokens", "8", "--stream")
     assert (code, verdict["reasons"]) == (1, ["D1 is down"])
-    assert httpx.get(f"{cluster.url}/health", trust_env=False).status_code == 200
+    assert httpx.get(f"{cluster.url}/health", trust_env=False, timeout=60.0).status_code == 200
 
 
 def test_a_killed_one_is_named_too_until_it_is_back(cluster: LocalCluster) -> None:
