@@ -28,9 +28,9 @@ import msgspec
 from chitu.clock import RealClock
 from chitu.errors import ChituError, ConfigError, Internal, RankTaken, RoleChanged, TransferFailed
 from chitu.instance.build import Build
-from chitu.instance.comm import CommLoop, HeartbeatSocket
-from chitu.instance.contacts import SilenceWatch
+from chitu.instance.comm import CommLoop
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.heartbeats import Heartbeats, OnMember, Report
 from chitu.instance.image_source import NoImages
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.requests import FailureReports
@@ -49,7 +49,6 @@ from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     ClusterView,
     DecodeRequest,
-    Heartbeat,
     InstanceInfo,
     Leave,
     LinkAck,
@@ -62,16 +61,11 @@ from chitu.types import Role, instance_name, place_of
 
 logger = logging.getLogger(__name__)
 
-SHORTEST_BEAT_S = 0.05
-"""Shortest time between two heartbeats, however much there is to report."""
 IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it checks its queue deadlines."""
 SIGNAL_QUIET_S = 0.5
 """Time without work after which an instance leaves on a signal: by then the router has read the last tokens. Leave
 takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
-
-
-OnMember = Callable[[InstanceInfo, bool], None]
 CHANGE_TIMEOUT_S = 30.0
 """Time for a thread to take the next life. It is idle, so this takes milliseconds."""
 
@@ -122,8 +116,7 @@ class PDSchedulerService:
         self._problem: ConfigError | None = None
         """Why the model cannot be served, as its warm-up has found."""
         self._failures = FailureReports(comm.send_stats)
-        self._heartbeat_wake = Waker()
-        """Sends the next heartbeat at once."""
+        self._heartbeats = Heartbeats(comm, self._deadlines, self)
         self._token_sockets: list[PushSocket] = []
         """To the token ports of the routers; none as long as it was only a P that draws no first tokens."""
         self._build = build
@@ -205,10 +198,7 @@ class PDSchedulerService:
         `on_member` is called, on the heartbeat thread, when this instance has become a member that takes requests, and
         when it is none any more, with its record."""
         step = self._step
-        threads = [
-            ServiceThread("comm", self._comm_loop),
-            ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
-        ]
+        comm = ServiceThread("comm", self._comm_loop)
         self._engine.tiers.start(ServiceThread)
         if self._engine.events is not None:
             self._engine.events.start(ServiceThread)
@@ -217,8 +207,8 @@ class PDSchedulerService:
         self._life.transfer.start()
         if self._share is not None:
             self._share.start(ServiceThread, lambda: self._scheduler.is_idle)
-        for thread in threads:
-            thread.start()
+        comm.start()
+        self._heartbeats.start(on_member)
         self._stop.wait()
         while not self._must_end and self._change_role():
             self._stop.wait()
@@ -226,7 +216,7 @@ class PDSchedulerService:
         self._await_members()
         self._stop_step.set()
         self._waker.wake()
-        self._heartbeat_wake.wake()
+        self._heartbeats.end()
         step.join(timeout=2.0)
         if self._comm.tracer is not None:
             self._comm.tracer.close()
@@ -235,8 +225,8 @@ class PDSchedulerService:
             self._images.close()
         if self._share is not None:
             self._share.close()
-        for thread in threads:
-            thread.join(timeout=2.0)
+        comm.join(timeout=2.0)
+        self._heartbeats.join(timeout=2.0)
         if self._engine.events is not None:
             self._engine.events.close()
         self._engine.tiers.close()  # its copies may need the lanes to other ranks
@@ -393,7 +383,7 @@ class PDSchedulerService:
     def _on_weights(self) -> None:
         """Report the weights that are read or serve here at once."""
         self._comm.contacts.weights = self._scheduler.weights.serves
-        self._heartbeat_wake.wake()
+        self._heartbeats.soon()
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         info = self._life.info
@@ -401,7 +391,7 @@ class PDSchedulerService:
             RequestFailed(info.role, info.engine_rank, info.incarnation, room, error.code, error.message)
         )
         if isinstance(error, TransferFailed):
-            self._heartbeat_wake.wake()  # it may name a D that gets no writes now: a retry must not go there again
+            self._heartbeats.soon()  # it may name a D that gets no writes now: a retry must not go there again
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
@@ -424,7 +414,7 @@ class PDSchedulerService:
         self._order_weights()
         if self._comm.contacts.joined_routers != self._joined:  # what routers decide depends on it
             self._joined = self._comm.contacts.joined_routers
-            self._heartbeat_wake.wake()
+            self._heartbeats.soon()
 
     def _on_profile(self, order: ProfileOrder) -> None:
         info = self._life.info
@@ -447,7 +437,7 @@ class PDSchedulerService:
 
     def on_missing(self) -> None:
         """Report a lost request at once (`CommOwner`)."""
-        self._heartbeat_wake.wake()
+        self._heartbeats.soon()
 
     def on_drain(self, becomes: str) -> None:
         self._becomes = becomes
@@ -467,56 +457,33 @@ class PDSchedulerService:
         self._exit_code = 1
         self._stop.set()
 
-    # ---------------------------------------------------------------------------------------------------- other threads
+    # ------------------------------------------------------------------------------------------------ heartbeat thread
 
-    def _heartbeat_loop(self, on_member: OnMember) -> None:
-        clock = RealClock()
-        sockets = [HeartbeatSocket(self._comm.context, router.address, clock) for router in self._comm.routers]
-        watch = SilenceWatch(self._deadlines, len(sockets))
-        was_member = False
-        due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
-        while not self._stop_step.wait(SHORTEST_BEAT_S):
-            self._heartbeat_wake.wait(max(0.0, due_s - clock.monotonic()))
-            if self._stop_step.is_set():
-                break
-            if clock.monotonic() >= due_s:
-                due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
-                self._look(watch)
-                for failed in self._failures.repeats():
-                    self._comm.send_stats(failed)
-            life, comm = self._life, self._comm
-            info, side = life.info, life.transfer.side
-            if (is_member := comm.contacts.joined and not self._stop.is_set()) != was_member:
-                was_member = is_member
-                on_member(info, is_member)
-            load = msgspec.structs.replace(
-                life.scheduler.load,
-                unknown_frames=comm.bad_frames + comm.unknown_frames + life.transfer.unknown_frames,
-                suspended=side.suspended_ranks,
-                paths=side.path_loads,
-            )
-            message = Heartbeat(
-                info.role,
-                info.engine_rank,
-                info.incarnation,
-                load,
-                # Evaluated in this order: `acks` covers all messages that those reads took.
-                reads=comm.num_reads,
-                acks=comm.received.acks(),
-                silent=side.silent_prefills,
-                weights=life.scheduler.weights.report,
-                routers=comm.contacts.joined_routers,
-            )
-            for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):
-                socket.send(frame, self._deadlines.lease_s)
-        for socket in sockets:
-            socket.close()
+    def report(self) -> Report:
+        life, comm = self._life, self._comm
+        side, scheduler = life.transfer.side, life.scheduler
+        load = msgspec.structs.replace(
+            scheduler.load,
+            unknown_frames=comm.bad_frames + comm.unknown_frames + life.transfer.unknown_frames,
+            suspended=side.suspended_ranks,
+            paths=side.path_loads,
+        )
+        return Report(life.info, load, scheduler.weights.report, side.silent_prefills)
 
-    def _look(self, watch: SilenceWatch) -> None:
-        for router, silence_s in watch.look(self._comm.contacts.num_views, self._scheduler.turns):
-            logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
-            self._scheduler.end_all(silence_s, router)
-        if self._life.info.yields and watch.is_abandoned and not self._stop.is_set():
-            logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
-            self._exit_code = 1
-            self._stop.set()
+    def num_turns(self) -> int:
+        return self._scheduler.turns
+
+    def on_interval(self) -> None:
+        for failed in self._failures.repeats():
+            self._comm.send_stats(failed)
+
+    def on_silent_router(self, router: int, silence_s: float) -> None:
+        logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
+        self._scheduler.end_all(silence_s, router)
+
+    def is_leaving(self) -> bool:
+        return self._stop.is_set()
+
+    def on_abandoned(self) -> None:
+        self._exit_code = 1
+        self._stop.set()

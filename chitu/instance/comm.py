@@ -29,7 +29,7 @@ from chitu.instance.contacts import CommOwner, Contacts, RouterContact
 from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
-from chitu.net.sockets import PushSocket, bind, connect
+from chitu.net.sockets import bind, connect
 from chitu.net.view_feed import ask_for_whole
 from chitu.protocol import (
     OLDEST_VERSION,
@@ -111,33 +111,6 @@ class RouterSockets:
         self.view.close(0)
         for socket in (self.stats, self.coordination):
             socket.close(200)  # the Leave queued last should reach the router
-
-
-class HeartbeatSocket:
-    """What heartbeats to one router leave through. Heartbeat thread."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: RouterAddress, clock: Clock) -> None:
-        self._address = address.host, address.stats_port
-        # Only the newest state is worth sending: a router that was away needs no history.
-        self._socket = PushSocket(context, *self._address, most_queued=10, queues_unconnected=False)
-        self._clock = clock
-        self._sent_s = clock.monotonic()
-        self._is_away = False
-
-    def send(self, frame: bytes, lease_s: float) -> None:
-        """Send a heartbeat, if the router is there. Log once that none has reached it for a lease."""
-        now_s = self._clock.monotonic()
-        if self._socket.send(frame):
-            if self._is_away:
-                logger.info("heartbeats reach the router again")
-            self._sent_s, self._is_away = now_s, False
-        elif not self._is_away and now_s >= self._sent_s + lease_s:
-            self._is_away = True
-            text = "no heartbeat reaches the router at %s:%d: it is down, it hangs, or the address is wrong"
-            logger.warning(text, *self._address)
-
-    def close(self) -> None:
-        self._socket.close(linger_ms=0)
 
 
 class CommLoop:

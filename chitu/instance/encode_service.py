@@ -19,27 +19,23 @@ import msgspec
 from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RankTaken
-from chitu.instance.comm import CommLoop, HeartbeatSocket
-from chitu.instance.contacts import SilenceWatch
+from chitu.instance.comm import CommLoop
 from chitu.instance.encoding import EncodeScheduler
+from chitu.instance.heartbeats import Heartbeats, OnMember, Report
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.weights import join_orders
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.pulling import EncodeSender
 from chitu.net.threads import ServiceThread, Waker
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, Leave, LinkAck, SchedulerMessage
+from chitu.protocol import ClusterView, InstanceInfo, Leave, LinkAck, SchedulerMessage
 from chitu.protocol.weights import WeightsOrder
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05
 """How long an idle step thread sleeps at most."""
-SHORTEST_BEAT_S = 0.05
-"""Shortest time between two heartbeats."""
 QUIET_S = 1.0
 """Time without work after which an E that drains leaves: by then each P has seen that it drains."""
-
-OnMember = Callable[[InstanceInfo, bool], None]
 
 
 class EncodeService:
@@ -78,7 +74,7 @@ class EncodeService:
         """What the newest view of each router wants of the weights."""
         self._heard: set[int] = set()
         """Routers that are not silent."""
-        self._heartbeat_wake = Waker()
+        self._heartbeats = Heartbeats(comm, deadlines, self)
         scheduler.weights.on_news = self._on_weights
         self._step = ServiceThread("step", self._step_loop)
         transfer.side.on_order = scheduler.put_order
@@ -91,28 +87,25 @@ class EncodeService:
 
     def run(self, on_member: OnMember = lambda info, is_member: None) -> int:
         """Serve until `stop`, a refusal or a drain, and return the exit code. `on_member`: as in
-        `PDSchedulerService.run`."""
-        threads = [
-            ServiceThread("comm", lambda: self._comm.run(self._info, self._transfer.side, self, self._deadlines)),
-            ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
-        ]
+        `Heartbeats.start`."""
+        comm = ServiceThread("comm", lambda: self._comm.run(self._info, self._transfer.side, self, self._deadlines))
         self._transfer.start()
         if self._images is not None:
             self._images.start()
-        for thread in threads:
-            thread.start()
+        comm.start()
+        self._heartbeats.start(on_member)
         self._stop.wait()
         self._finish_running()
         self._stop_step.set()
         self._waker.wake()
-        self._heartbeat_wake.wake()
+        self._heartbeats.end()
         self._step.join(timeout=2.0)
         info, reason = self._info, "stopped" if self._signalled.is_set() else "drained"
         self._comm.leave(Leave(info.role, info.engine_rank, info.incarnation, reason))
         if self._images is not None:
             self._images.close()
-        for thread in threads:
-            thread.join(timeout=2.0)
+        comm.join(timeout=2.0)
+        self._heartbeats.join(timeout=2.0)
         self._transfer.close()
         if self._step.is_alive():
             logger.warning("shutting down without waiting for the images that are encoded")
@@ -159,7 +152,7 @@ class EncodeService:
     def _on_weights(self) -> None:
         """Report the weights that are read or serve here at once."""
         self._comm.contacts.weights = self._scheduler.weights.serves
-        self._heartbeat_wake.wake()
+        self._heartbeats.soon()
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
@@ -207,36 +200,27 @@ class EncodeService:
 
     # ------------------------------------------------------------------------------------------------ heartbeat thread
 
-    def _heartbeat_loop(self, on_member: OnMember) -> None:
-        info, comm, side = self._info, self._comm, self._transfer.side
-        sockets = [HeartbeatSocket(comm.context, router.address, RealClock()) for router in comm.routers]
-        watch = SilenceWatch(self._deadlines, len(sockets))
-        was_member = False
-        while not self._stop_step.wait(SHORTEST_BEAT_S):
-            self._heartbeat_wake.wait(self._deadlines.heartbeat_interval_s)
-            if self._stop_step.is_set():
-                break
-            watch.look(comm.contacts.num_views, self._scheduler.turns)
-            if info.yields and watch.is_abandoned and not self._stop.is_set():
-                logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
-                self._exit_code = 1
-                self._stop.set()
-            if (is_member := comm.contacts.joined and not self._stop.is_set()) != was_member:
-                was_member = is_member
-                on_member(info, is_member)
-            unknown = comm.bad_frames + comm.unknown_frames + self._transfer.unknown_frames
-            load = msgspec.structs.replace(self._scheduler.load, unknown_frames=unknown, paths=side.path_loads)
-            message = Heartbeat(
-                info.role,
-                info.engine_rank,
-                info.incarnation,
-                load,
-                reads=comm.num_reads,
-                acks=comm.received.acks(),
-                weights=self._scheduler.weights.report,
-                routers=comm.contacts.joined_routers,
-            )
-            for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):
-                socket.send(frame, self._deadlines.lease_s)
-        for socket in sockets:
-            socket.close()
+    def report(self) -> Report:
+        comm, scheduler, transfer = self._comm, self._scheduler, self._transfer
+        load = msgspec.structs.replace(
+            scheduler.load,
+            unknown_frames=comm.bad_frames + comm.unknown_frames + transfer.unknown_frames,
+            paths=transfer.side.path_loads,
+        )
+        return Report(self._info, load, scheduler.weights.report)
+
+    def num_turns(self) -> int:
+        return self._scheduler.turns
+
+    def on_interval(self) -> None:
+        pass
+
+    def on_silent_router(self, router: int, silence_s: float) -> None:
+        pass
+
+    def is_leaving(self) -> bool:
+        return self._stop.is_set()
+
+    def on_abandoned(self) -> None:
+        self._exit_code = 1
+        self._stop.set()
