@@ -117,8 +117,8 @@ def test_many_requests_on_d_are_right_in_every_form(cluster: LocalCluster) -> No
 
 def computed_by_p(pair: LocalCluster) -> tuple[list[int], list[float]]:
     """Return a prompt that P computed, because D had streams that would have waited for it, and the logprobs of its
-    answer. What the router takes for cheaper depends on measured times, so several are tried. The streams have prompts of
-    their own, by which P's time a token is measured."""
+    answer. What the router takes for cheaper depends on measured times, so several are tried. The streams have prompts
+    of their own, by which P's time a token is measured."""
     is_enough = threading.Event()
 
     def keep_busy() -> None:

@@ -72,8 +72,8 @@ def test_fewer_steps_draw_the_tokens_of_the_model(cluster: LocalCluster) -> None
     wait_until(lambda: instance_loads(cluster.url)["D0"]["steps"] > before["steps"], 10, "a report of D")
     wait_until(lambda: is_whole(instance_loads(cluster.url)["D0"]), 10, "all is free again")
     after = instance_loads(cluster.url)["D0"]
-    # How many are drafted is a matter of measured prices, so of how busy the machine is; that they are right is not. The
-    # first token takes a step, too.
+    # How many are drafted is a matter of measured prices, so of how busy the machine is; that they are right is not.
+    # The first token takes a step, too.
     drafted, accepted = after["drafts"]["mtp"]
     assert drafted == accepted > 0 and after["steps"] - before["steps"] <= 1 + NUM_TOKENS - accepted
 

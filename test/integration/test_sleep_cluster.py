@@ -237,19 +237,25 @@ def running(cluster: LocalCluster) -> bool:
 
 
 def test_a_request_that_comes_before_the_cluster_sleeps_keeps_it_awake(cluster: LocalCluster) -> None:
-    long_one, short_one = prompts_of(51, 2)
-    streaming = threading.Thread(target=lambda: complete(cluster, [long_one], max_tokens=900))
-    streaming.start()
-    wait_until(lambda: running(cluster), 30, "the stream")
-    replies: list[httpx.Response] = []
-    sleeping = threading.Thread(target=lambda: replies.append(operator(cluster, "/admin/sleep")))
-    sleeping.start()
-    wait_until(lambda: operator(cluster, "/admin/sleep", 1, timeout_s=0.1).status_code == 504, 30, "a word of both")
-    complete(cluster, [short_one])
-    sleeping.join()
+    for seed in range(51, 57):  # until the short one is answered while the stream runs
+        long_one, short_one = prompts_of(seed, 2)
+        streaming = threading.Thread(target=complete, args=(cluster, [long_one]), kwargs={"max_tokens": 900})
+        streaming.start()
+        wait_until(lambda: running(cluster), 30, "the stream")
+        replies: list[httpx.Response] = []
+        sleeping = threading.Thread(target=lambda to=replies: to.append(operator(cluster, "/admin/sleep")))
+        sleeping.start()
+        wait_until(lambda: operator(cluster, "/admin/sleep", 1, timeout_s=0.1).status_code == 504, 30, "both's word")
+        complete(cluster, [short_one])
+        is_before_its_end = streaming.is_alive()
+        sleeping.join()
+        streaming.join()
+        if is_before_its_end:
+            break
+        wake(cluster)
+    assert is_before_its_end
     assert replies[0].status_code == 409 and "woke the cluster" in replies[0].json()["error"]["message"]
     assert set(statuses(cluster).values()) == {"up"}
-    streaming.join()
 
 
 def test_a_folder_that_was_written_during_the_sleep_serves_nothing_until_it_is_as_before(

@@ -180,8 +180,12 @@ def test_a_page_of_zeros_is_found_though_every_token_is_right(
     assert cli.main(["replay", str(tmp_path / "answer.json"), "--url", world.engine.url]) == 1
     assert "different: over P0-" in (said_here := capsys.readouterr().out) and "first in page 2" in said_here, said_here
 
-    code, report = world.verify(capsys, "--rounds", "8")  # P0 with either D
-    assert (code, report.verdict, report.guilty) == (1, "wrong", ["P0"]), report
+    for rounds in ("8", "16", "32"):  # until P0 has written this page to either D, which may have cached it
+        code, report = world.verify(capsys, "--rounds", rounds)
+        assert (code, report.verdict) == (1, "wrong") and all(name.startswith("P0") for name in report.guilty), report
+        if report.guilty == ["P0"]:
+            break
+    assert report.guilty == ["P0"], report
     assert {page.place.cause for page in report.pages} == {"transfer"}, report
     assert all(page.request_id in " ".join(report.reasons) for page in report.pages[:3]), report
     sound = [pair for pair in report.pairs if pair.prefill == "P1"]
