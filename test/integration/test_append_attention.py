@@ -30,6 +30,8 @@ from chitu.ops.kernels.greedy import GreedyKernels
 from chitu.ops.kernels.router import counters
 from chitu.ops.triton_ops import TritonOps
 
+pytestmark = pytest.mark.interpreted
+
 REFERENCE = ReferenceOps()
 POSITIONS = MAX_PAGES * PAGE_SIZE
 DRAFTED = ([4, 4, 4, 0, 5, 2, 2, 1, 1], [0, 1, 2, 63, 64, 129, 130, 15, 16])

@@ -346,6 +346,7 @@ def test_a_continuation_gives_the_rest(checkpoint):
     assert generate(Engine(folder, **FP8), [prompt + whole[:4]], 6, chunk_size=19)[0] == whole[4:]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [

@@ -19,7 +19,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 def ops(request) -> Ops:
     if request.param == "torch":
         return TorchOps()

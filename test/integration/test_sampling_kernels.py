@@ -22,6 +22,8 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.kernels.sampling import SamplingKernels
 
+pytestmark = pytest.mark.interpreted
+
 CPU = torch.device("cpu")
 VOCAB, CHUNK = 97, 64
 EOS = (2, 5)
