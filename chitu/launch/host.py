@@ -14,6 +14,7 @@ a wrong configuration. Ctrl-C after a signal ends at once.
 from __future__ import annotations
 
 import contextlib
+import random
 import shlex
 import signal
 import socket
@@ -97,6 +98,9 @@ ON_FAILURE_S = 10.0
 SAME_ERROR_S = 1.0
 """Time in which other nodes report the same wrong configuration themselves, before `on_failure` ends them."""
 READY_TIMEOUT_S = 600.0
+PICKED_PORTS = (24_000, 32_000)
+"""Range of ports that are picked before their routers listen: below those that Linux gives to outgoing connections and
+to whoever binds port 0, any of which might take one meanwhile."""
 PORT_TRIES = 100
 
 
@@ -436,8 +440,8 @@ def _free_port(host: str, distances: Sequence[int], taken: contextlib.ExitStack)
     for _ in range(PORT_TRIES):
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError, OverflowError):
             first = sockets.enter_context(socket.socket(family_of(host)))
-            first.bind((host, 0))
-            port = int(first.getsockname()[1])
+            port = random.randrange(*PICKED_PORTS)
+            first.bind((host, port))
             for distance in {*distances} - {0}:
                 sockets.enter_context(socket.socket(family_of(host))).bind((host, port + distance))
             taken.push(sockets.pop_all())
