@@ -2,7 +2,7 @@
 
 The chat template is calls that are sent back, the last user's message and an eos (`support/scripted_template.py`), and
 a fake worker repeats its prompt: so the answer is the message. The output of real templates is covered by
-test_tool_calls.py.
+test_call_templates.py.
 """
 
 from __future__ import annotations
