@@ -11,64 +11,25 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from grammar_texts import COMPILER, FORMATS, MARKED, MARKED_COMPILER, TINY, allows, drawn, is_answer, may_come, text_of
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 
-from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import Capacity, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Matcher
 from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_PER_TOKEN, MAX_GBNF_CHARS
-from chitu.grammars.schema import ENFORCED_FORMATS, enforceable
 from chitu.grammars.store import MAX_KEPT, MAX_WAITING
-from chitu.http.messages.array_calls import ApertusParser, CommandParser, GraniteParser, PhiParser
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.call_parser import CallParser
-from chitu.http.messages.code_calls import LfmParser
 from chitu.http.messages.dsml_calls import DSMLParser
-from chitu.http.messages.gemma_calls import GemmaParser
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import HARMONY
-from chitu.http.messages.section_calls import DeepSeekParser, FencedDeepSeekParser, KimiParser
 from chitu.http.messages.tagged_calls import CompactGLMParser, GLMParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
-TINY = Tokenizer.load(TINY_MODEL_DIR)
-COMPILER = GrammarCompiler(TINY, TINY.vocab_size)
 DEADLINE_S = 60.0
-
-
-def may_come(matcher: Matcher) -> list[int]:
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    return [int(token) for token in np.nonzero(bits)[0]]
-
-
-def drawn(compiled: CompiledGrammar, seed: int, eos: tuple[int, ...], most: int = 3000) -> list[int]:
-    """Return random tokens that the grammar allows, until it ends."""
-    matcher, rng, tokens = compiled.matcher(), random.Random(seed), []
-    while len(tokens) < most:
-        token = rng.choice(may_come(matcher))
-        matcher.consume([token])
-        if token in eos:
-            return tokens
-        tokens.append(token)
-    raise AssertionError(f"no end after {most} tokens: {TINY.decode(tokens)[-100:]!r}")
-
-
-def text_of(grammar: Grammar, seed: int) -> str:
-    return TINY.decode(drawn(COMPILER.compile(grammar), seed, TINY.eos_token_ids), skip_special_tokens=False)
-
-
-def allows(compiled: CompiledGrammar, text: str) -> bool:
-    """Return whether the grammar allows `text` as a whole answer."""
-    matcher = compiled.matcher()
-    for token in TINY.encode(text, add_special_tokens=False):
-        if token not in may_come(matcher):
-            return False
-        matcher.consume([token])
-    return set(TINY.eos_token_ids) <= set(may_come(matcher))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -317,54 +278,6 @@ def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool)
         compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
 
 
-FORMATS: list[type[CallParser]] = [
-    *(KimiParser, DeepSeekParser, FencedDeepSeekParser, HarmonyParser),
-    *(GraniteParser, PhiParser, ApertusParser, CommandParser, LfmParser, GemmaParser, DSMLParser),
-]
-ADDED = (
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]"),
-    *dict.fromkeys(mark for calls in FORMATS for mark in calls.needed),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-)
-
-
-def with_marks() -> tuple[Backend, GrammarCompiler]:
-    """Return a tokenizer like Qwen3's: its marks are added tokens that are not special. Any other token is a byte."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    backend.add_tokens([AddedToken(mark, special=False) for mark in ADDED])
-    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
-    tokenizer = SimpleNamespace(
-        eos_token_ids=(added["<eos>"],),
-        vocab_size=backend.get_vocab_size(),
-        to_json=backend.to_str,
-        added_token_ids=added,
-    )
-    return backend, GrammarCompiler(cast(Tokenizer, tokenizer), tokenizer.vocab_size)
-
-
-MARKED, MARKED_COMPILER = with_marks()
-
-
-def is_answer(grammar: Grammar, text: str, is_spelled: bool) -> bool:
-    """Return whether `text` may be the whole answer. `is_spelled`: marks are spelled in bytes, not written as
-    tokens."""
-    if is_spelled:
-        letters = MARKED.pre_tokenizer.pre_tokenize_str(text)
-        ids = [MARKED.token_to_id(letter) for word, _ in letters for letter in word]
-    else:
-        ids = MARKED.encode(text).ids
-    matcher = MARKED_COMPILER.compile(grammar).matcher()
-    for token in ids:
-        if token not in may_come(matcher):
-            return False
-        matcher.consume([token])
-    return MARKED.token_to_id("<eos>") in may_come(matcher)
-
-
 CALLS = ToolCalls((ToolCall('<tool_call>{"x": ', msgspec.Raw(json.dumps(SCHEMA).encode()), "}"),), "<tool_call>", True)
 
 
@@ -569,223 +482,3 @@ def test_a_fault_of_the_compiler_costs_its_request_alone_and_too_many_that_wait_
     assert all(isinstance(future.result(), InvalidRequest) for future in futures)
     grammars.submit(Grammar("regex", "one more"))
     grammars.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# JSON schemas: annotations never refuse and constrain nothing; what cannot be enforced is named with its place.
-
-
-ANNOTATED_FORMATS = [
-    *(
-        "password",
-        "path",
-        "binary",
-        "byte",
-        "base64",
-        "regex",
-        "uri-reference",
-        "json-pointer",
-        "relative-json-pointer",
-    ),
-    *("iri", "color", "markdown", "html", "url", "cuid", "ulid", "nanoid", "directory-path", "file-path", "multi-line"),
-    *("phone", "idn-email", "idn-hostname", "uri-template", "int32", "unknown", "Email"),
-]
-ANNOTATIONS: dict[str, Any] = {
-    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType"), "x"),
-    **dict.fromkeys(("deprecated", "readOnly", "writeOnly", "nullable", "$recursiveAnchor"), True),
-    **{key: {"format": "zz"} for key in ("default", "example", "contentSchema", "x-foo", "discriminator", "xml")},
-    **{key: ["a"] for key in ("examples", "x-enum-varnames", "propertyOrdering")},
-    **dict.fromkeys(("$schema", "$anchor", "$dynamicAnchor"), "http://spec.openapis.org/oas/3.1"),
-    **dict.fromkeys(("$id", "id"), "not a URI"),
-    "uniqueItems": False,
-    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), True),
-    **{key: {} for key in ("dependentRequired", "dependentSchemas", "dependencies", "if", "then", "else")},
-    **dict.fromkeys(("minContains", "maxContains"), 1),
-    "propertyNames": {"type": "string", "description": "x"},
-    "format": None,
-}
-NO_EFFECT: list[dict[str, Any]] = [
-    *(
-        {"$schema": uri}
-        for uri in (
-            "http://json-schema.org/schema#",
-            "https://json-schema.org/schema",
-            "https://json-schema.org/draft-07/schema#",
-            "http://json-schema.org/draft/2020-12/schema",
-            "http://json-schema.org/hyper-schema#",
-        )
-    ),
-    {"dependentRequired": {"a": [], "b": []}},
-    {"dependencies": {"a": [], "b": {"title": "x"}, "c": True}},
-    {"dependentSchemas": {"a": {"format": "zz"}}},
-    *({"contains": of, "minContains": 0} for of in ({}, True, {"type": "null"})),
-    {"contains": True, "minContains": 0.0},
-    {"not": False},
-    *({"unevaluatedProperties": of} for of in ({"format": "zz"}, {"title": "x", "uniqueItems": None})),
-    {"unevaluatedItems": {"minItems": 0.0}},
-    *({"propertyNames": of} for of in ({"minLength": 0}, {"type": "string", "nullable": True}, {"format": "zz"})),
-    {"if": {"required": ["a"]}, "then": {}, "else": True},
-    {"if": {"required": ["a"]}, "then": {"description": "x", "propertyNames": {}}},
-    {"uniqueItems": None},
-]
-
-
-def compiled(schema: Any) -> CompiledGrammar:
-    return COMPILER.compile(Grammar("json_schema", json.dumps(schema)))
-
-
-@pytest.mark.parametrize(
-    "annotation",
-    [{"format": name} for name in ANNOTATED_FORMATS]
-    + [{name: value} for name, value in ANNOTATIONS.items()]
-    + NO_EFFECT,
-    ids=lambda annotation: "-".join(map(str, next(iter(annotation.items()))))[:40],
-)
-def test_an_annotation_never_refuses_and_constrains_nothing(annotation: dict[str, Any]) -> None:
-    text = {"type": ["string", "null"], **annotation}
-    assert allows(compiled(text), '"any <text>"') and allows(compiled(text), "null")
-    schema = {
-        **annotation,
-        "type": "object",
-        "properties": {"default": text, "format": {"anyOf": [text, {"type": "array", "items": text}]}},
-        "additionalProperties": {"$ref": "#/$defs/enum"},
-        "$defs": {"enum": text},
-        "required": ["default"],
-    }
-    for value in ({"default": "x"}, {"default": "x", "format": ["y"], "z": None}):
-        assert allows(compiled(schema), json.dumps(value, separators=(",", ":"))), value
-    calls = ToolCalls((ToolCall("<", msgspec.Raw(json.dumps(schema).encode()), ">"),), "<", is_required=True)
-    COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
-
-
-def test_formats_that_the_engine_knows_are_enforced_and_it_knows_no_other() -> None:
-    for name in sorted(ENFORCED_FORMATS):
-        assert not allows(compiled({"type": "string", "format": name}), '"%"'), name
-    engine, tokens = COMPILER._engine, COMPILER._tokens
-    for name in ANNOTATED_FORMATS:
-        source = engine.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
-        assert name == "unknown" or f"Unknown format: {name}" in engine(tokens, source, log_level=0).get_error()
-
-
-def test_drafts_that_the_engine_knows_stay() -> None:
-    for uri in (
-        *(f"http://json-schema.org/draft-0{number}/schema{end}" for number in (4, 6, 7) for end in ("", "#")),
-        *(f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")),
-    ):
-        assert enforceable({"$schema": uri}) == {"$schema": uri} and allows(compiled({"$schema": uri}), "1")
-
-
-def test_integral_floats_are_sizes() -> None:
-    for least, most, values in (
-        ("minLength", "maxLength", ('"a"', '"ab"', '"abc"')),
-        ("minItems", "maxItems", ("[1]", "[1,1]", "[1,1,1]")),
-    ):
-        grammar = compiled({least: 2.0, most: 2.0})
-        assert [allows(grammar, value) for value in values] == [False, True, False]
-    kept = dict.fromkeys(("minProperties", "maxProperties", "maxContains"), 3.0)
-    assert json.dumps(enforceable({**kept, "contains": {}})).count("3.0") == 0
-    with pytest.raises(InvalidRequest, match="minLength"):
-        compiled({"minLength": 1.5})
-
-
-def test_nullable_beside_a_type_allows_null() -> None:
-    for of in ({"type": "string"}, {"type": "object", "properties": {"a": {}}, "additionalProperties": False}):
-        assert allows(compiled({**of, "nullable": True}), "null")
-        assert not allows(compiled({**of, "nullable": False}), "null") and not allows(compiled(of), "null")
-    assert not allows(compiled({"type": "string", "enum": ["a"], "nullable": True}), "null"), "the enum holds, too"
-
-
-def kind(*values: Any, **more: Any) -> dict[str, Any]:
-    """Return a schema of objects that one of these values tells apart."""
-    return {"type": "object", "properties": {"k": {"enum": list(values)}}, "required": ["k"], **more}
-
-
-def test_any_scalar_tells_objects_apart() -> None:
-    for a, b in ((1, 2), (1, True), (0, False), (None, False), ("1", 1), (1.5, 1)):
-        schema = {"oneOf": [kind(a), {**kind(), "properties": {"k": {"const": b}}}]}
-        assert all(allows(compiled(schema), json.dumps({"k": k}, separators=(",", ":"))) for k in (a, b))
-        assert not allows(compiled(schema), '{"k":"x"}')
-    for union in (
-        [kind(1), kind(1.0)],
-        [kind(True, 1), kind(2, True)],
-        [kind([1]), kind([2])],
-        [kind(1), kind(2, nullable=True)],
-    ):
-        assert "oneOf" in enforceable({"oneOf": union})
-
-
-def test_a_union_whose_schemas_a_property_tells_apart_is_enforced() -> None:
-    for a, b, more in (
-        (kind("a"), kind("b"), {}),
-        (kind("a", "c"), kind("b"), {}),
-        (kind("a", required=[]), kind("b", required=[]), {"discriminator": {"propertyName": "k"}}),
-    ):
-        for union in ([a, b], [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]):
-            schema = {"type": "array", "items": {"oneOf": union, **more}, "$defs": {"A": a, "B": b}}
-            assert allows(compiled(schema), '[{"k":"a"},{"k":"b"}]') and not allows(compiled(schema), '[{"k":"x"}]')
-    a = kind("a")
-    for b in (
-        kind("a", "b"),
-        kind("b", required=[]),
-        {**kind("b"), "properties": {}},
-        {},
-        True,
-        kind("b", type="array"),
-    ):
-        assert enforceable({"oneOf": [a, b]}) == {"oneOf": [a, b]}
-
-
-def test_data_are_no_schemas() -> None:
-    kept = {"enum": [{"format": "password", "uniqueItems": False}], "properties": {"format": {"const": {"if": 1}}}}
-    assert enforceable(kept) == kept
-
-
-@pytest.mark.parametrize(
-    ("schema", "place", "says"),
-    [
-        ({"not": {}}, "0", "not cannot be enforced"),
-        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "0.properties.a.items", "uniqueItems"),
-        ({"properties": {"b": {}, "a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}, "0.properties.a", "use anyOf"),
-        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/X"}]}, "0.anyOf[1]", r"'/\$defs/X' does not exist"),
-        ({"items": {"$ref": "http://a/b"}}, "0.items", "'http://a/b' is not part of this schema"),
-        (
-            {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"properties": {"y": {"contains": {}}}}}},
-            "0.$defs.X.properties.y",
-            "contains",
-        ),
-        ({"$ref": "#/$defs/X", "$defs": {"X": {"items": {"$ref": "#/$defs/X"}, "not": {}}}}, "0.$defs.X", "not"),
-        ({"properties": {"a": {"pattern": "("}}}, "0.properties.a", "unclosed group"),
-        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "0", "Unsatisfiable"),
-        ({"properties": {"a": {"format": 5}}}, "0.properties.a", "format"),
-    ],
-)
-def test_what_cannot_be_enforced_is_named_with_its_place(schema: Any, place: str, says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says) as raised:
-        compiled(schema)
-    assert raised.value.param == place and "option" not in raised.value.message
-    if "$ref" in json.dumps(schema) or says == "Unsatisfiable":  # such a property is left out
-        return
-    texts = [json.dumps(schema) for schema in ({"type": "object"}, {"type": "object", "properties": {"x": schema}})]
-    calls = ToolCalls(tuple(ToolCall(f"<{i}", msgspec.Raw(text.encode())) for i, text in enumerate(texts)), "<")
-    with pytest.raises(InvalidRequest, match=says) as raised:
-        COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
-    assert raised.value.param == f"1.properties.x{place[1:]}" and " at 3" not in raised.value.message
-
-
-@pytest.mark.parametrize("is_spelled", [False, True])
-def test_marks_of_arguments_are_the_tokens_that_models_write_or_spelled(is_spelled: bool) -> None:
-    schema = {"properties": {"t": {"type": "string"}, "e": {"enum": ["a", "ab"]}, "x": {"type": "integer"}}}
-    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": {"name": "g"}}]
-    grammar = grammar_of_calls(DSMLParser, tools, ["p", "p"], True, False)
-    form, (begin, end), close = DSMLParser.fields, DSMLParser.written("f"), DSMLParser.section_end
-
-    def argument(name: str, value: str, middle: str = form.middle) -> str:
-        return f"{form.begin}{name}{middle}{value}{form.end}"
-
-    right = argument("t", "a < b\n</ >") + argument("e", "ab") + argument("x", "3", form.json_middle)
-    for text in (f"Well. <{begin}{right}{end}{close}", begin + argument("e", "a") + end + close, begin + end + close):
-        assert is_answer(grammar, text, is_spelled), text
-    for wrong in (argument("e", "b"), argument("x", "a", form.json_middle), argument("t", "a").removesuffix(form.end)):
-        assert not is_answer(grammar, begin + wrong + end + close, is_spelled), wrong
-    anything = DSMLParser.written("g")[0] + argument("any", "v") + end + close
-    assert is_answer(grammar, anything, is_spelled)
