@@ -35,6 +35,8 @@ from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo
 LENGTHS = (7, 90, 203)
 """Lengths of the prompts of a batch; the shrunk windows, ropes and chunks are shorter than the last two."""
 NUM_DECODES = 4
+NUM_PAGES = 384
+"""Pages of an instance. None is used twice, so that what a sequence leaves in one is no other's."""
 TOLERANCE = 1e-5
 """Bound on the error as a share of the largest logit, in float32."""
 
@@ -156,10 +158,10 @@ class Instance:
             "window_state": window_state,
         }
         if size == 1:
-            engine = Engine(folder, num_pages=96, num_slots=6, **shared)
+            engine = Engine(folder, num_pages=NUM_PAGES, num_slots=6, **shared)
             self.pools = [engine.pool]
         else:
-            engine = Ranks(folder, size, 96, **shared)  # type: ignore[assignment]
+            engine = Ranks(folder, size, NUM_PAGES, **shared)  # type: ignore[assignment]
             self.pools = engine.pools  # type: ignore[attr-defined]
         engine.chosen = chosen
         self.engine = engine
@@ -271,7 +273,9 @@ def divided(
 def divided_by(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]], chunk: int) -> Answers:
     hand_over(source, target, way, asked, chunk)
     target.decode(range(len(asked)), NUM_DECODES)
-    return answers_of(target, asked)
+    answers = answers_of(target, asked)
+    forget_all(source, target, asked)
+    return answers
 
 
 @contextmanager
@@ -306,46 +310,75 @@ def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[lis
 
 
 def retracted(folder: Source, asked: Sequence[list[int]], **options: Any) -> Answers:
-    """Retract the last sequence after some tokens, give its pages to others, and let it go on."""
     with pair(folder, **options) as (source, target, way):
-        there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
-        target.decode(range(len(asked)), 2)
-        target.step(StepPlan(offload=[Offload(slot, key=5)]))
-        poison(target.pools, there[slot])
-        target.decode(range(slot), 1)
-        known = asked[slot] + target.tokens[slot]
-        back = target.engine.admit(slot, known, len(known) + 8, kv_len=len(known) - 1, prompt_len=len(asked[slot]))
-        target.step(StepPlan(admit=[back], restore=[Restore(slot, key=5)], decode=list(range(len(asked)))))
-        target.decode(range(len(asked)), 2)
-        return answers_of(target, asked)
+        return retracted_by(source, target, way, asked)
+
+
+def retracted_by(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]]) -> Answers:
+    """Retract the last sequence after some tokens, give its pages to others, and let it go on."""
+    there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
+    target.decode(range(len(asked)), 2)
+    target.step(StepPlan(offload=[Offload(slot, key=5)]))
+    poison(target.pools, there[slot])
+    target.decode(range(slot), 1)
+    known = asked[slot] + target.tokens[slot]
+    back = target.engine.admit(slot, known, len(known) + 8, kv_len=len(known) - 1, prompt_len=len(asked[slot]))
+    target.step(StepPlan(admit=[back], restore=[Restore(slot, key=5)], decode=list(range(len(asked)))))
+    target.decode(range(len(asked)), 2)
+    answers = answers_of(target, asked)
+    forget_all(source, target, asked)
+    return answers
 
 
 def continued(folder: Source, asked: Sequence[list[int]], **options: Any) -> Answers:
-    """Let D die after some tokens, and another one continue: P computes prompts and tokens again."""
-    first = divided(folder, asked, 37, **options)
     with pair(folder, **options) as (source, target, way):
-        known = [prompt + tokens for prompt, tokens, _ in first]
-        hand_over(source, target, way, known, 37)
-        target.decode(range(len(asked)), NUM_DECODES)
-        return answers_of(target, known)
+        return continued_by(source, target, way, asked)
+
+
+def continued_by(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]]) -> Answers:
+    """Let D lose all that it has after some tokens, as another one has nothing, and continue: P computes prompts and
+    tokens again."""
+    there = hand_over(source, target, way, asked, 37)
+    target.decode(range(len(asked)), NUM_DECODES)
+    known = [prompt + target.tokens[slot] for slot, prompt in enumerate(asked)]
+    forget_all(source, target, asked)
+    for admit in there:
+        poison(target.pools, admit)
+    hand_over(source, target, way, known, 37)
+    target.decode(range(len(asked)), NUM_DECODES)
+    answers = answers_of(target, known)
+    forget_all(source, target, asked)
+    return answers
 
 
 def forked(folder: Source, prompt: list[int]) -> Answers:
+    with pair(folder) as (source, target, way):
+        return forked_by(source, target, way, prompt)
+
+
+def forked_by(source: Instance, target: Instance, way: Link, prompt: list[int]) -> Answers:
     """Let three sequences share the full pages of one prompt; the page that they write to and the state are copied.
     They sample different tokens."""
-    with pair(folder) as (source, target, way):
-        (first,) = hand_over(source, target, way, [prompt], 37)
-        whole = len(prompt) // PAGE_SIZE
-        for slot in (1, 2):
-            fork = target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt))
-            shared = msgspec.structs.replace(fork, pages=first.pages[:whole] + fork.pages[whole:])
-            copy_state = [CopyState(slot, first.state_slot)] if first.state_slot >= 0 else []
-            copy = [CopyPage(slot, first.pages[whole], fork.pages[whole])] if len(prompt) % PAGE_SIZE else []
-            target.recorder.avoided[slot] = [target.tokens[other][0] for other in range(slot)]
-            first_tokens = [FirstToken(slot, 0)]
-            target.step(StepPlan(admit=[shared], copy=copy, copy_state=copy_state, first_tokens=first_tokens))
-        target.decode(range(3), NUM_DECODES)
-        return answers_of(target, [prompt] * 3)
+    (first,) = hand_over(source, target, way, [prompt], 37)
+    whole = len(prompt) // PAGE_SIZE
+    for slot in (1, 2):
+        fork = target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt))
+        shared = msgspec.structs.replace(fork, pages=first.pages[:whole] + fork.pages[whole:])
+        copy_state = [CopyState(slot, first.state_slot)] if first.state_slot >= 0 else []
+        copy = [CopyPage(slot, first.pages[whole], fork.pages[whole])] if len(prompt) % PAGE_SIZE else []
+        target.recorder.avoided[slot] = [target.tokens[other][0] for other in range(slot)]
+        first_tokens = [FirstToken(slot, 0)]
+        target.step(StepPlan(admit=[shared], copy=copy, copy_state=copy_state, first_tokens=first_tokens))
+    target.decode(range(3), NUM_DECODES)
+    answers = answers_of(target, [prompt] * 3)
+    source.forget([0])
+    target.forget(range(3))
+    return answers
+
+
+def forget_all(source: Instance, target: Instance, asked: Sequence[list[int]]) -> None:
+    for side in (source, target):
+        side.forget(range(len(asked)))
 
 
 def error_of(checkpoint: Checkpoint, answers: Answers) -> float:
