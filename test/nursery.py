@@ -65,6 +65,10 @@ IMPORTED = (
     TORCHRUN,
 )
 
+OF_TRANSFORMERS = ("transformers.modeling_utils", "chitu.models.generic.model")
+"""What an instance imports whose model the modules of transformers compute: four seconds of a core. It reads variables
+of the Hugging Face hub when it is imported, so that not every process may have it."""
+
 END_AT_ONCE = {*IMPORTED, "standin_router", "standin_scheduler"}
 """Modules whose processes end without destructors of libraries. Tests of transports see how those end."""
 
@@ -84,6 +88,8 @@ class _Request(msgspec.Struct):
 class Nursery:
     """A process that has imported everything and forks the processes that tests ask for."""
 
+    _child: Child | None = None
+
     def __init__(self, preload: str, hosts: Path | None = None) -> None:
         """Start the nursery. `preload` is the LD_PRELOAD of it and all its children; empty for none. They see
         `hosts` in place of /etc/hosts; it may change later."""
@@ -99,9 +105,11 @@ class Nursery:
         theirs.close()
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Nursery:
-        """Return the nursery of the test that started this process."""
+    def inherited(cls, descriptor: int, child: Child | None = None) -> Nursery:
+        """Return the nursery of the test that started this process, or one that is a process of another nursery, which
+        ends if nobody holds the child."""
         nursery = cls.__new__(cls)
+        nursery._child = child
         nursery._requests = socket.socket(fileno=descriptor)
         return nursery
 
@@ -176,6 +184,21 @@ def nursery(preload: str = "") -> Nursery:
     return Nursery(preload)
 
 
+@functools.cache
+def nursery_with_transformers() -> Nursery:
+    """Return a nursery that has imported transformers, too: a process of the other one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
+    child = nursery().fork("nursery", OF_TRANSFORMERS, {0: theirs.fileno(), 1: 1, 2: 2}, os.environ)
+    theirs.close()
+    return Nursery.inherited(ours.detach(), child)
+
+
+def popen_with_transformers(argv: Sequence[str], **options: Any) -> Any:
+    """Start a process as `popen` does, from the nursery that has imported transformers."""
+    return nursery_with_transformers().popen(argv, **options)
+
+
 def popen(argv: Sequence[str], **options: Any) -> Any:
     """Start a process as `subprocess.Popen` does, from the nursery."""
     return nursery(options["env"].get(PRELOAD, "")).popen(argv, **options)
@@ -211,6 +234,8 @@ def forked(entries: Entries) -> Entries:
 
 FORKED = forked(Entries(torchrun=False))
 """Entries for clusters whose tests are not about how processes start: 1P1D takes a tenth of the CPU time."""
+WITH_TRANSFORMERS = replace(FORKED, popen=popen_with_transformers)
+"""The same for instances whose models, or encoders of images, the modules of transformers compute."""
 
 
 def forked_router(*arguments: Any, **options: Any) -> RouterUnderTest:
@@ -385,7 +410,7 @@ def _leave(codes: Sequence[int]) -> None:
 if __name__ == "__main__":
     exit_codes: list[int] = []
     atexit.register(_leave, exit_codes)  # before all that is imported below, so it runs after their handlers
-    for name in IMPORTED:
+    for name in (*IMPORTED, *" ".join(sys.argv[1:]).split()):
         importlib.import_module(name)
     import torch
 

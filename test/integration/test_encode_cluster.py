@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.image_files import image_file
 from support.router_process import wait_until
 from test_role_change import ANY_PORTS, client
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         "dp_config.router.encode_schedulers=[{port: 0}, {port: 0}]",
         *ANY_PORTS,
     ]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready()
         yield cluster
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from safetensors.torch import load_file, save_file
 from support.router_process import wait_until
 from test_image_cluster import (
@@ -76,7 +76,7 @@ def cluster(kind: str, served: Path) -> Iterator[LocalCluster]:
         settings.append(f"{PD}.transport=mooncake")
     elif kind == "tp":
         settings += [f"{ROUTER}.prefill_schedulers.0.{field}" for field in ("tp_size=2", "devices=[cpu,cpu]")]
-    with LocalCluster(load_topology(name, settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology(name, settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(120)
         yield cluster
 
@@ -142,7 +142,7 @@ def many(model: Path) -> Iterator[LocalCluster]:
     lists = [f"{ROUTER}.{role}_schedulers=[{', '.join([here] * count)}]" for role, count in numbers.items()]
     settings = [each for each in settings_of(model) if "encode_schedulers" not in each]
     settings += [*ANY_PORTS, *lists, f"{ROUTER}.hosts=[127.0.0.1, 127.0.0.1]", f"{ROUTER}.host=127.0.0.1"]
-    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(120)
         wait_registered(cluster)
         yield cluster

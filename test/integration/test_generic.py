@@ -19,7 +19,7 @@ import torch
 import transformers
 from checkpoint_table import Checkpoint, make_checkpoint, prompts
 from completions import complete_all
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.checkpoints import ROWS
 
 from chitu.assets import TINY_MODEL_DIR
@@ -214,7 +214,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoin
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     settings = [f"model.path={folder}", "model.served_name=m", "cache.num_pages=400", "scheduler.chunk_size=40"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(300)
         yield checkpoint, cluster
 

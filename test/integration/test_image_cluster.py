@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from PIL import Image
 from support.router_process import wait_until
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -164,7 +164,7 @@ def cluster(kind: str, served: Path) -> Iterator[LocalCluster]:
         settings.append(f"{PD}.transport=mooncake")
     elif kind == "tp":
         settings += [f"dp_config.router.decode_schedulers.0.{field}" for field in ("tp_size=2", "devices=[cpu,cpu]")]
-    with LocalCluster(load_topology(name, settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology(name, settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(300)
         yield cluster
 
@@ -252,7 +252,9 @@ def pairs(model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=600", "scheduler.chunk_size=37"]
     settings += ["model.max_model_len=2048", f"{router}.host=127.0.0.1"]
     settings += [f"{router}.{role}_schedulers.{i}.host=127.0.0.1" for role in ("prefill", "decode") for i in range(2)]
-    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node.yaml", settings + ports), entries=FORKED) as cluster:
+    with LocalCluster(
+        load_topology("pd_disagg_2p2d_multi_node.yaml", settings + ports), entries=WITH_TRANSFORMERS
+    ) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

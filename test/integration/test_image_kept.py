@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.image_files import image_file
 from support.router_process import wait_until
 from test_kept_requests import Answer, kept, read, settings
@@ -65,7 +65,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
     batches = f"dp_config.router.batches.dir={root / 'batches'}"
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model, folder), batches])
     answers = {name: Answer() for name in SAMPLINGS}
-    with LocalCluster(topology, entries=FORKED) as first, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with LocalCluster(topology, entries=WITH_TRANSFORMERS) as first, concurrent.futures.ThreadPoolExecutor(2) as pool:
         first.wait_ready(200)
         bodies = {name: question(*IMAGES, stream=True, **sampling) for name, sampling in SAMPLINGS.items()}
         asked = [pool.submit(ask, first.url, name, body, answers[name]) for name, body in bodies.items()]
@@ -75,7 +75,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
             each.result(30)
     records = kept(folder)
     files = {path.name: path.read_bytes() for path in folder.glob(f"*{FILE_SUFFIX}")}
-    with LocalCluster(topology, entries=FORKED) as second:
+    with LocalCluster(topology, entries=WITH_TRANSFORMERS) as second:
         second.wait_ready(200)
         wait_until(lambda: not [*folder.glob("*.request")], 60, lambda: [*folder.iterdir()])
         yield Interrupted(answers, records, files, second)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 from checkpoint_table import Checkpoint, make_checkpoint, prompts
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.checkpoints import ROWS
 
 from chitu.config.load import load_topology
@@ -48,7 +48,7 @@ def with_tokenizer(name: str, folder: Path) -> Checkpoint:
 def cluster_of(folder: Path, transport: str) -> LocalCluster:
     settings = [f"model.path={folder}", "model.served_name=m", "scheduler.chunk_size=37", "cache.num_pages=200"]
     settings.append(f"dp_config.router.pd_disaggregation.transport={transport}")
-    return LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED)
+    return LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITH_TRANSFORMERS)
 
 
 def check(checkpoint: Checkpoint, prompt: list[int], choice: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from checkpoint_table import (
     undivided,
 )
 from engine_checkpoints import PAGE_SIZE
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from recurrent_checkpoints import FAMILIES, HYBRID, Family, write_family
 from thread_ranks import Meeting, ThreadRank
 
@@ -289,7 +289,7 @@ def served(checkpoints: Any, request: pytest.FixtureRequest) -> Iterator[tuple[C
         for index, size in enumerate(sizes):
             key = f"dp_config.router.{role}_schedulers.{index}"
             settings += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(300)
         yield checkpoint, cluster
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.router_process import wait_until
 from test_encode_cluster import QUESTION, ask, encoded
 from test_member_groups import started
@@ -30,7 +30,7 @@ def test_an_e_gives_tower_and_features_back_and_encodes_again_as_before(tmp_path
         "dp_config.router.encode_schedulers=[{port: 0}, {port: 0}]",
         *ANY_PORTS,
     ]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready()
         for name in ("E0", "E1"):
             wait_until(lambda name=name: f"registered with {name}" in cluster.logs("P0"), 30, "P0 has registered")

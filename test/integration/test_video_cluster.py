@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from PIL import Image
 from support.image_files import image_file
 from support.video_files import animation, frames_of, list_url, saved_frame
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={folder}", "model.served_name=m", "cache.num_pages=600", "scheduler.chunk_size=37"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

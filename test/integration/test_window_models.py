@@ -30,7 +30,7 @@ from checkpoint_table import (
     undivided,
 )
 from completions import instance_loads, is_whole
-from nursery import FORKED
+from nursery import WITH_TRANSFORMERS
 from support.checkpoints import ROWS
 from support.router_process import wait_until
 
@@ -107,7 +107,7 @@ def test_a_cluster_serves_them_with_the_logprobs_of_transformers_and_moves_one_w
     ]
     asked, length = prompts((7, 90, 203, 150, 31, 64)), 12
     options = {"max_tokens": length, "temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITH_TRANSFORMERS) as cluster:
         cluster.wait_ready()
 
         def ask(prompt: list[int], **more: Any) -> Any:
