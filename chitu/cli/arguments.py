@@ -38,7 +38,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     parser.add_argument("--version", action="version", version=f"chitu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
 
-    command = commands.add_parser("serve", help="run a whole topology on this machine, until Ctrl-C")
+    for name, (text, add_arguments) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=text))
+    return parser, commands.choices
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
     _add_topology(command)
     command.add_argument("--port", type=_port, help="HTTP port, overrides dp_config.router.port (0: any free)")
     command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all addresses)")
@@ -53,7 +58,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--url", default=DEFAULT_URL, help=f"the router of --fake (default: {DEFAULT_URL})")
 
-    command = commands.add_parser("chat", help="talk to a running router, in a terminal or by a question in a pipe")
+
+def _add_chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")
     _add_router(command)
     command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
@@ -66,7 +72,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0 (greedy)")
 
-    command = commands.add_parser("batch", help="answer a file of requests, one a line; the same command resumes it")
+
+def _add_batch(command: argparse.ArgumentParser) -> None:
     command.add_argument("input", metavar="IN.jsonl", help="lines with custom_id, method, url and body, as OpenAI's")
     command.add_argument("output", metavar="OUT.jsonl", help="file of the answers, in the order of their arrival")
     _add_router(command)
@@ -80,14 +87,16 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "--patience", type=_positive(float), default=600.0, metavar="S", help="seconds without any answer until it ends"
     )
 
-    command = commands.add_parser("trace", help="show a traced request (X-Chitu-Trace: 1) as a time line")
+
+def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     _add_router(command)
     command.add_argument("--dir", metavar="DIR", help="folder of the records (trace.dir), in place of a router")
     command.add_argument("--frames", action="store_true", help="also its messages (X-Chitu-Trace: frames), decoded")
     command.add_argument("--json", action="store_true", help="print time line and records as one JSON object")
 
-    command = commands.add_parser("join", help="add an instance on this machine to a running cluster, until Ctrl-C")
+
+def _add_join(command: argparse.ArgumentParser) -> None:
     command.add_argument("role", choices=[role.value for role in Role])
     command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
     _add_router(command)
@@ -101,7 +110,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--log-dir", help="folder of the log (default: a new temporary one); -: stdout, in JSON")
 
-    command = commands.add_parser("drain", help="let an instance finish its requests, leave the cluster and end")
+
+def _add_drain(command: argparse.ArgumentParser) -> None:
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("instance", nargs="?", metavar="NAME", help="P0, D1, U0, E0")
     which.add_argument(
@@ -112,26 +122,26 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it has left")
 
-    command = commands.add_parser("role", help="change the role of an instance: its process, weights and cache stay")
+
+def _add_role(command: argparse.ArgumentParser) -> None:
     command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
     command.add_argument("role", choices=["prefill", "decode", "unified"], help="the role that it gets")
     _add_router(command)
     command.add_argument("--force", action="store_true", help="even if nothing can be served meanwhile")
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it serves")
 
-    command = commands.add_parser("canary", help="send a share of the requests to one revision of the instances")
+
+def _add_canary(command: argparse.ArgumentParser) -> None:
     command.add_argument("revision", nargs="?", default="", metavar="REV", help="its label; none: end the choice")
     command.add_argument("share", nargs="?", type=_share, default=0.0, metavar="SHARE", help="such as 10%%; 0: nothing")
     _add_router(command)
 
-    command = commands.add_parser(
-        "token", help='print what an operator\'s calls need: curl -H "Authorization: Bearer $(chitu token)"'
-    )
+
+def _add_token(command: argparse.ArgumentParser) -> None:
     _add_router(command)
 
-    command = commands.add_parser(
-        "verify", help="compare a running cluster with one engine and name the faulty instance"
-    )
+
+def _add_verify(command: argparse.ArgumentParser) -> None:
     either = command.add_mutually_exclusive_group()
     either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
     _add_router(command, either)
@@ -153,30 +163,31 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
-    command = commands.add_parser("upgrade", help="say which processes of a running cluster work beside this release")
+
+def _add_upgrade(command: argparse.ArgumentParser) -> None:
     command.add_argument("--check", action="store_true", required=True, help="only say it; nothing is changed")
     either = command.add_mutually_exclusive_group()
     either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
     _add_router(command, either)
 
-    command = commands.add_parser("snapshot", help="save a running request to a file for another router to continue")
+
+def _add_snapshot(command: argparse.ArgumentParser) -> None:
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     command.add_argument(
         "file", metavar="FILE", help="file to write; in a folder of kept requests its suffix must be .request"
     )
     _add_router(command)
-
     command.add_argument(
         "--pages", action="store_true", help="with its pages of KV on disk (cache.disk.path), for `chitu restore`"
     )
 
-    command = commands.add_parser(
-        "restore", help="continue a snapshot with pages in another cluster, without computing these"
-    )
+
+def _add_restore(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", metavar="FILE", help="written by `chitu snapshot --pages`")
     _add_router(command)
 
-    command = commands.add_parser("replay", help="recompute saved answers on one engine and compare the tokens")
+
+def _add_replay(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
     )
@@ -198,18 +209,21 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--json", action="store_true", help="print one JSON object per receipt")
 
-    command = commands.add_parser("plan", help="show processes, ports and commands of a topology; starts nothing")
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
 
-    command = commands.add_parser("import", help="write the topology of a published recipe, or say what it lacks here")
+
+def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", metavar="FILE", help="YAML of srt-slurm, or a manifest of Dynamo or llm-d")
     command.add_argument("--variant", default="", metavar="NAME", help="variant of a file with several")
     command.add_argument("--card", default="", metavar="NAME", help="card where the recipe names none, such as h200")
     command.add_argument("--hosts", metavar="A,B", help="machines to write into the topology, the router's first")
     command.add_argument("--output", metavar="FILE", help="file to write (default: stdout)")
 
-    command = commands.add_parser("node", help="run the processes of one host of a topology; use it on every host")
+
+def _add_node(command: argparse.ArgumentParser) -> None:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, required=True, metavar="K", help="index of this host")
@@ -222,7 +236,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--log-dir", help="folder of the logs (default: a new temporary one); -: stdout, in JSON")
     command.add_argument("--on-failure", metavar="COMMAND", help="command to run once if a process of this node dies")
 
-    command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
+
+def _add_make_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("directory", metavar="DIR")
     families = "llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, or qwen3_vl, which sees images"
     command.add_argument("--family", default="qwen3", help=families)
@@ -236,9 +251,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
     command.add_argument("--seed", type=int, default=0)
 
-    command = commands.add_parser(
-        "size", help="say how many P, D and E a load needs, by simulation of the real scheduler"
-    )
+
+def _add_size(command: argparse.ArgumentParser) -> None:
     command.add_argument("--slo", required=True, metavar="ttft=S,tpot=S", help="seconds to token 1 and between tokens")
     command.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
     command.add_argument(
@@ -275,15 +289,16 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--plot", metavar="FILE.png", help="file for a plot of goodput over rate")
     command.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
-    command = commands.add_parser("bench", help="run a benchmark: " + ", ".join(BENCHMARKS))
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
 
-    command = commands.add_parser("doctor", help="check this machine, or all nodes together, and suggest fixes")
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, metavar="K", help="index of this host; run it on all at once")
-    return parser, commands.choices
 
 
 def _port(text: str) -> int:
@@ -349,3 +364,29 @@ def _share(text: str) -> float:
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100%")
     return number
+
+
+COMMANDS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "serve": ("run a whole topology on this machine, until Ctrl-C", _add_serve),
+    "chat": ("talk to a running router, in a terminal or by a question in a pipe", _add_chat),
+    "batch": ("answer a file of requests, one a line; the same command resumes it", _add_batch),
+    "trace": ("show a traced request (X-Chitu-Trace: 1) as a time line", _add_trace),
+    "join": ("add an instance on this machine to a running cluster, until Ctrl-C", _add_join),
+    "drain": ("let an instance finish its requests, leave the cluster and end", _add_drain),
+    "role": ("change the role of an instance: its process, weights and cache stay", _add_role),
+    "canary": ("send a share of the requests to one revision of the instances", _add_canary),
+    "token": ('print what an operator\'s calls need: curl -H "Authorization: Bearer $(chitu token)"', _add_token),
+    "verify": ("compare a running cluster with one engine and name the faulty instance", _add_verify),
+    "upgrade": ("say which processes of a running cluster work beside this release", _add_upgrade),
+    "snapshot": ("save a running request to a file for another router to continue", _add_snapshot),
+    "restore": ("continue a snapshot with pages in another cluster, without computing these", _add_restore),
+    "replay": ("recompute saved answers on one engine and compare the tokens", _add_replay),
+    "plan": ("show processes, ports and commands of a topology; starts nothing", _add_plan),
+    "import": ("write the topology of a published recipe, or say what it lacks here", _add_import),
+    "node": ("run the processes of one host of a topology; use it on every host", _add_node),
+    "make-model": ("write a small random model with its tokenizer", _add_make_model),
+    "size": ("say how many P, D and E a load needs, by simulation of the real scheduler", _add_size),
+    "bench": ("run a benchmark: " + ", ".join(BENCHMARKS), _add_bench),
+    "doctor": ("check this machine, or all nodes together, and suggest fixes", _add_doctor),
+}
+"""Text and arguments of each command, in the order of `chitu --help`."""
