@@ -15,14 +15,14 @@ import re
 import types
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import CONTENT, LARGE_BODY_BYTES, REFUSED, SERVED
-from chitu.http.ask.fields import Field, Unserved, fields_of, in_struct, is_neutral
+from chitu.http.ask.fields import Field, Unserved, fields_of, in_struct, is_neutral, struct_fields
 
 WARNING_HEADER = b"x-chitu-warning"
 MAX_FIELD_BYTES = 64 << 10
@@ -68,9 +68,7 @@ def _outline(names: list[str], forbid_unknown: bool) -> _Outline:
 def _lenient(kind: Any) -> Any:
     """Return the type with every struct in it replaced by one that drops unknown fields."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        fields = ((field.name, field.type, field.default) for field in msgspec.structs.fields(kind))
-        twins = [(name, twin, value) for name, own, value in fields if (twin := _lenient(own)) is not own]
-        return msgspec.defstruct(kind.__name__, twins, bases=(kind,), forbid_unknown_fields=False, kw_only=True)
+        return _twin(kind)
     inner = tuple(map(_lenient, get_args(kind)))
     if all(twin is own for twin, own in zip(inner, get_args(kind), strict=True)):
         return kind
@@ -78,6 +76,14 @@ def _lenient(kind: Any) -> Any:
     if origin is Annotated:
         return Annotated[inner]
     return Union[inner] if origin in (Union, types.UnionType) else origin[inner]
+
+
+@cache
+def _twin(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a struct that drops unknown fields, also in the structs in it."""
+    fields = ((field.name, field.type, field.default) for field in struct_fields(struct))
+    twins = [(name, twin, value) for name, own, value in fields if (twin := _lenient(own)) is not own]
+    return msgspec.defstruct(struct.__name__, twins, bases=(struct,), forbid_unknown_fields=False, kw_only=True)
 
 
 def _metadata(kind: Any) -> tuple[Any, ...]:
@@ -96,7 +102,7 @@ class BodyDecoder(Generic[_BodyT]):
         """Fields that the struct and the objects in it have."""
         self._objects = frozenset(name[: name.rindex(".")] for name in self._own if "." in name)
         """Places of the objects in it."""
-        self._sized = [field.name for field in msgspec.structs.fields(body) if CONTENT not in _metadata(field.type)]
+        self._sized = [field.name for field in struct_fields(body) if CONTENT not in _metadata(field.type)]
         self._strict = msgspec.json.Decoder(body)
         as_open = msgspec.defstruct(body.__name__, [], bases=(body,), forbid_unknown_fields=False)
         self._open: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(as_open)

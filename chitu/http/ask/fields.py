@@ -7,6 +7,7 @@ ones with the neutral values that ask for nothing, and those without effect, eac
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
@@ -31,16 +32,26 @@ Unserved = tuple[tuple[tuple[str, ...], Effect, tuple[Row, ...]], ...]
 """Routes, what they do with the fields, and these fields."""
 
 
-def in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
-    """Yield the fields of a body's struct and of the objects in it, with what their metadata says."""
-    for field in msgspec.structs.fields(struct):
-        name = prefix + field.encode_name
+@cache
+def in_struct(struct: type[msgspec.Struct]) -> tuple[Field, ...]:
+    """Return the fields of a body's struct and of the objects in it, with what their metadata says."""
+    found: list[Field] = []
+    for field in struct_fields(struct):
         told: dict[str, Any] = {}
         for meta in getattr(field.type, "__metadata__", ()):
             told |= {"note": meta.description or told.get("note", ""), **(meta.extra or {})}
-        yield Field(name, told.get("effect", SERVED), told.get("note", ""))
+        found.append(Field(field.encode_name, told.get("effect", SERVED), told.get("note", "")))
         for nested, dots in _structs_in(field.type, ""):
-            yield from in_struct(nested, f"{name}{dots}.")
+            prefix = f"{field.encode_name}{dots}."
+            found += [each._replace(name=prefix + each.name) for each in in_struct(nested)]
+    return tuple(found)
+
+
+@cache
+def struct_fields(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return what `msgspec.structs.fields` finds out anew at each call, from the texts of annotations: the same objects
+    are in the bodies of many routes, and each process for bodies reads all."""
+    return msgspec.structs.fields(struct)
 
 
 def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:

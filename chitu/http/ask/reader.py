@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-from fastapi import Request
+from starlette.requests import Request
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance, PayloadTooLarge
 from chitu.grammars import GrammarCompiler

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import Request
-from fastapi.responses import FileResponse, Response
 from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 
 from chitu.errors import InUse, InvalidRequest, PayloadTooLarge, UnknownFile, UnsupportedEncoding
 from chitu.http.ask.reader import read_body

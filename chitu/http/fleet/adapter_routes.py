@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from chitu.cluster.cluster import Cluster
 from chitu.config.schema import ModelConfig

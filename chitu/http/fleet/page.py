@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import FileResponse, Response
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from chitu.assets import TINY_MODEL_NAME

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 
-from fastapi.responses import Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 WRITE_BYTES = 64 << 10
 """Pieces are joined until they have as many bytes. A shorter answer is written at once, with its length."""
