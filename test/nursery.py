@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -176,9 +176,14 @@ def _number(stream: IO[bytes] | int | None, inherited: int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
 
-@functools.cache
 def nursery(preload: str = "") -> Nursery:
     """Return this process's nursery, which ends with it. Each library in front of libc needs a nursery of its own."""
+    return _one_nursery(preload)  # the cache would take `nursery()` and `nursery("")` for two, 5 s of a core each
+
+
+@functools.cache
+def _one_nursery(preload: str) -> Nursery:
+    """Start it, or take that of the test that started this process."""
     if inherited := os.environ.pop(DESCRIPTOR, ""):
         return Nursery.inherited(int(inherited))
     return Nursery(preload)
@@ -221,8 +226,15 @@ def chitu(argv: Sequence[str], torchrun: bool = False, **options: Any) -> Any:
 
 def run_chitu(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run a `chitu` command as `subprocess.run` does, with processes from the nursery."""
+    return run(argv, env, timeout_s, chitu)
+
+
+def run(
+    argv: Sequence[str], env: Mapping[str, str], timeout_s: float, start: Callable[..., Any] = popen
+) -> subprocess.CompletedProcess[str]:
+    """Run a module as `subprocess.run` does, from the nursery."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        code = chitu(argv, env=env, stdout=stdout, stderr=stderr).wait(timeout_s)
+        code = start(argv, env=env, stdout=stdout, stderr=stderr).wait(timeout_s)
         texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (stdout, stderr)]
     return subprocess.CompletedProcess(argv, code, *texts)
 

@@ -11,7 +11,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ import pytest
 from completions import instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from mooncake_store import mooncake_store
-from nursery import FORKED
+from nursery import FORKED, run
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology
@@ -144,10 +143,10 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]
 
 
 def ask_until(end: threading.Event, cluster: LocalCluster, prompt: list[int]) -> list[Answer]:
-    """Send 48 requests at once, again and again, so that some are in flight whenever `end` is set."""
+    """Send 24 requests at once, again and again, so that some are in flight whenever `end` is set."""
     answers = []
     while not end.is_set():
-        answers += ask(cluster, [prompt] * 48, GREEDY)
+        answers += ask(cluster, [prompt] * 24, GREEDY)
     return answers
 
 
@@ -255,16 +254,8 @@ def test_a_follower_listens_to_nobody_outside_its_host(cluster: LocalCluster) ->
 
 def test_one_process_alone_is_no_instance_of_two_ranks(model: Path) -> None:
     key = "dp_config.router.decode_schedulers.0"
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0"),
-            *(f"model.path={model}", f"{key}.tp_size=2", f"{key}.devices=[cpu,cpu]"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0"]
+    result = run([*argv, f"model.path={model}", f"{key}.tp_size=2", f"{key}.devices=[cpu,cpu]"], os.environ, 60)
     assert result.returncode == 2
     assert "torchrun started 1 ranks: give --nproc-per-node=2" in result.stderr
 

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from nursery import forked, launcher
+from nursery import forked, launcher, run
 from serve_process import ServeProcess
 from support.router_process import wait_until
 
@@ -529,7 +529,7 @@ def test_an_instance_whose_port_is_taken_ends_with_one_sentence(model: Path) -> 
         key = "dp_config.router.decode_schedulers.0.port"
         settings = [f"model.path={model}", f"{key}={other.getsockname()[1]}"]
         argv = [sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0", *settings]
-        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        ended = run(argv, os.environ, 60)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert ended.stderr.startswith(f"D0: {key}: cannot listen on tcp://127.0.0.1:")
 
