@@ -26,7 +26,7 @@ from chitu.net.curve import derive
 from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(300)
-VOCAB, PROMPT_TOKENS, OUTPUT_TOKENS = 500, 400, 12
+VOCAB, PROMPT_TOKENS, OUTPUT_TOKENS = 500, 130, 8
 SIZES: dict[str, Any] = {"layers": 4, "hidden_size": 256, "intermediate_size": 4096, "heads": 4, "kv_heads": 2}
 ROUTER = "dp_config.router"
 NAMES = ("router", "router.1")
@@ -219,7 +219,7 @@ def test_whoever_dies_while_the_cluster_sleeps_comes_back_into_it(cluster: Local
 def test_sleep_waits_for_a_stream_and_says_what_runs(cluster: LocalCluster) -> None:
     (prompt,) = prompts_of(50, 1)
     answers: list[list[dict[str, Any]]] = []
-    streaming = threading.Thread(target=lambda: answers.append(complete(cluster, [prompt], 1, max_tokens=900)))
+    streaming = threading.Thread(target=lambda: answers.append(complete(cluster, [prompt], 1, max_tokens=500)))
     streaming.start()
     wait_until(lambda: running(cluster), 30, "the stream")
     late = operator(cluster, "/admin/sleep", timeout_s=0.2)
@@ -227,7 +227,7 @@ def test_sleep_waits_for_a_stream_and_says_what_runs(cluster: LocalCluster) -> N
     assert streaming.is_alive()
     sleep(cluster, 1)
     streaming.join()
-    assert len(answers[0][0]["ids"]) == 900
+    assert len(answers[0][0]["ids"]) == 500
     assert wake(cluster)["missing"] == []
 
 
@@ -297,7 +297,7 @@ def test_pools_that_libraries_write_to_over_tcp_go_and_are_written_again(
             assert not any(each["keeps"] for each in state["instances"]), state
             assert not any(sum(pools_of(cluster.pid(name)).values()) for name in ("P0", "D0"))
             assert complete(cluster, prompts) == expected
-        wait_until(lambda: tier_hits(cluster) >= 2 * 4 * 384, 10, lambda: str(tier_hits(cluster)))
+        wait_until(lambda: tier_hits(cluster) >= 2 * 4 * 128, 10, lambda: str(tier_hits(cluster)))
 
 
 def tier_hits(cluster: LocalCluster) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,9 +15,24 @@ from chitu.errors import TransferFailed
 from chitu.kv_transfer.transports.nixl import TRUSTED_S
 from chitu.kv_transfer.transports.transport import WriteError
 
-pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")
+WAYS = [*ON_ONE_HOST, *BETWEEN_HOSTS]
 
 
+def over(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test over the ways of these kinds."""
+    return pytest.mark.parametrize("writer", ways_of(*kinds), indirect=True, scope="module")
+
+
+def ways_of(*kinds: str) -> list[Any]:
+    return [each for each in WAYS if each.values[0].kind in kinds]
+
+
+ALL = ("shm", "mooncake", "nixl", "cuda_ipc", "cuda_ipc_gpu")
+CONNECTED = ("mooncake", "nixl")
+"""Those that have a connection, and whose peer has to run for a write."""
+
+
+@over(*ALL)
 def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Writer, own_receiver: Receiver) -> None:
     peer, pages = writer.connect(own_receiver), writer.way.many_pages
     copies = writer.copies(own_receiver, pages, pages)
@@ -50,12 +66,11 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
     assert fresh.end() == 0
 
 
+@over(*CONNECTED)
 @pytest.mark.parametrize("who", ["writer", "receiver"])
 def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
     writer: Writer, own_receiver: Receiver, who: str
 ) -> None:
-    if writer.kind not in ("mooncake", "nixl"):
-        pytest.skip(f"{writer.kind} has no connection")
     peer, copies = writer.connect(own_receiver), writer.copies(own_receiver, [5], [6])
     writer.transport.write(peer, copies, 10.0)
     writer.fill()
@@ -74,16 +89,21 @@ def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
     writer.transport.disconnect(peer)
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["connected", "broken"])
+@pytest.mark.parametrize(
+    ("writer", "breaks"),
+    [
+        *[pytest.param(*way.values, False, id=f"connected-{way.id}", marks=way.marks) for way in ways_of(*CONNECTED)],
+        # NIXL's writes of broken connections are fenced by the peer's death alone.
+        *[pytest.param(*way.values, True, id=f"broken-{way.id}", marks=way.marks) for way in ways_of("mooncake")],
+    ],
+    indirect=["writer"],
+    scope="module",
+)
 def test_a_frozen_peer_is_fenced_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver, breaks: bool
 ) -> None:
     """With `breaks`, our end of the connection ends meanwhile; the peer's kernel has bytes that its process has not
     read."""
-    if writer.kind not in ("mooncake", "nixl"):
-        pytest.skip(f"{writer.kind} writes do not need the peer to run")
-    if breaks and writer.kind != "mooncake":
-        pytest.skip("NIXL writes of broken connections are fenced by the peer's death alone")
     pool, pages = writer.pool, writer.way.many_pages
     copies = writer.copies(own_receiver, pages, pages)
     peer = writer.connect(own_receiver)
@@ -111,6 +131,7 @@ def test_a_frozen_peer_is_fenced_only_after_it_ran_on_and_then_nothing_lands(
     writer.transport.disconnect(peer)
 
 
+@over(*ALL)
 def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, own_receiver: Receiver) -> None:
     way = writer.way
     sender = Process(way, "p0", "send", way.kind, way.address("p0"), len(way.many_pages))
