@@ -19,15 +19,16 @@ from checkpoint_table import (
     TOLERANCE,
     Checkpoint,
     answers_of,
-    continued,
+    continued_by,
     divided,
+    divided_by,
     error_of,
     hand_over,
     make_checkpoint,
     pair,
     prompts,
-    retracted,
-    undivided,
+    retracted_by,
+    undivided_by,
 )
 from completions import instance_loads, is_whole
 from nursery import WITH_TRANSFORMERS
@@ -54,14 +55,16 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("chunk", [1, 37, 1000])
 def test_windows_in_state_rows_give_the_logits_of_transformers(checkpoint: Checkpoint, chunk: int) -> None:
     asked = prompts()[: 2 if chunk == 1 else 3]
-    assert error_of(checkpoint, undivided(checkpoint.folder, asked, chunk, window_state=True)) < TOLERANCE
-    assert error_of(checkpoint, divided(checkpoint.folder, asked, chunk, window_state=True)) < TOLERANCE
+    with pair(checkpoint.folder, window_state=True) as (source, target, way):
+        assert error_of(checkpoint, undivided_by(target, asked, chunk)) < TOLERANCE
+        assert error_of(checkpoint, divided_by(source, target, way, asked, chunk)) < TOLERANCE
 
 
 def test_they_are_right_after_a_retraction_and_on_another_d(checkpoint: Checkpoint) -> None:
     asked = prompts()
-    assert error_of(checkpoint, retracted(checkpoint.folder, asked, window_state=True)) < TOLERANCE
-    assert error_of(checkpoint, continued(checkpoint.folder, asked, window_state=True)) < TOLERANCE
+    with pair(checkpoint.folder, window_state=True) as way:
+        assert error_of(checkpoint, retracted_by(*way, asked)) < TOLERANCE
+        assert error_of(checkpoint, continued_by(*way, asked)) < TOLERANCE
 
 
 @pytest.mark.parametrize("checkpoint", ["EXAONE-4.0-32B"], indirect=True)
