@@ -27,6 +27,8 @@ from chitu.protocol import Fork, SamplingParams, pack_i32
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 60
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True)
+"""Of answers that are compared with those without drafts: they pass two borders of pages, and retract each other."""
 PROMPT = [5, 9, 17]
 DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
 """As of test_step_graphs."""
@@ -72,12 +74,12 @@ def test_a_draft_takes_the_hidden_state_of_the_position_before(predictable, over
 def test_tokens_are_those_without_drafts(random_model):
     prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9)]
     params = [
-        GREEDY,
-        SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=17, ignore_eos=True),
+        SHORT,
+        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=17, ignore_eos=True),
         SamplingParams(max_tokens=36, temperature=0.0, repetition_penalty=1.8, frequency_penalty=1.5),
         SamplingParams(max_tokens=36, temperature=1.0, top_k=9, presence_penalty=1.5, min_tokens=20, seed=13),
         SamplingParams(max_tokens=1, temperature=0.0),
-        GREEDY,
+        SHORT,
     ]
     requests = list(zip(prompts, params, strict=True))
     for num_pages in (NUM_PAGES, 14):
@@ -85,7 +87,7 @@ def test_tokens_are_those_without_drafts(random_model):
         instance = Instance(random_model, num_pages=num_pages)
         assert instance.serve(requests) == without
         instance.cache.check_idle()
-        follow_ups = [(prompt + answer[:-7], GREEDY) for (prompt, _), answer in zip(requests, without, strict=True)]
+        follow_ups = [(prompt + answer[:-7], SHORT) for (prompt, _), answer in zip(requests, without, strict=True)]
         other = Instance(random_model, drafts=False, num_pages=num_pages)
         assert instance.serve(follow_ups[:2]) == other.serve(follow_ups[:2])
 
@@ -145,7 +147,7 @@ def test_behind_recorded_decodes_steps_are_those_of_the_construction(predictable
 def test_recorded_decodes_of_several_requests_draft_what_others_do(random_model, overlap):
     """Prompts beside decodes are a forward of their own then. Guesses are compared for a request alone."""
     lengths = (3, 40, 16, 30)
-    requests = [(make_prompt(length), GREEDY) for length in lengths]
+    requests = [(make_prompt(length), SHORT) for length in lengths]
     without = Instance(random_model, drafts=False).serve(requests)
     instances = [
         Instance(random_model, ops=TorchOps(), recording=recording, overlap=overlap) for recording in (None, DECODES)
@@ -174,7 +176,7 @@ def test_further_tokens_are_drafted_from_the_layers_own(predictable, share, rank
 
 
 def test_with_further_tokens_answers_are_those_without_drafts(random_model):
-    requests = [(make_prompt(length), GREEDY) for length in (3, 40, 16, 30, 25, 9)]
+    requests = [(make_prompt(length), SHORT) for length in (3, 40, 16, 30, 25, 9)]
     for num_pages in (NUM_PAGES, 14):
         without = Instance(random_model, drafts=False, num_pages=num_pages).serve(requests)
         instance = Instance(random_model, num_pages=num_pages, mtp_tokens=3)
