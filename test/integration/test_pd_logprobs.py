@@ -42,6 +42,8 @@ VOCAB = 500
 TOP = 5
 CLOSE = 1e-4
 KINDS = ["shm", "mooncake", "tp", "unified"]
+FULL = [("mooncake", 96), ("tp", 96)]
+"""Choices by hand: full pages are shared in D's tables, whatever brought them; the other length copies a page, too."""
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -49,6 +51,18 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 5, "top_p": 0.9},
     {"temperature": 0.7, "seed": 6, "presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {"30": 4}},
 ]
+
+
+ON_D = pytest.mark.parametrize("cluster", ["shm", "tp", "unified"], indirect=True, scope="module")
+"""A grammar is D's alone, and no transport knows of it: what Mooncake brings is in the tests above, and in the
+tokens of seeds."""
+OF_ONE_RANK = pytest.mark.parametrize(
+    "cluster",
+    ["shm", pytest.param("tp", marks=pytest.mark.by_hand), "unified"],
+    indirect=True,
+    scope="module",
+)
+"""Of what the router and D's main rank do alone: the tests of plain loops above show that ranks change no token."""
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +131,7 @@ def test_they_are_those_of_the_raw_logits_whatever_the_sampling(
             assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
 
 
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_the_official_client_streams_what_it_gets_at_once(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0}
@@ -179,6 +194,7 @@ def test_a_prompt_that_is_repeated_has_the_logprobs_of_every_position(
     assert texts == {choice.index: choice.text for choice in answer.choices}
 
 
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_prompt_in_vllms_form(
     client: openai.OpenAI, cluster: LocalCluster, reference: transformers.PreTrainedModel
@@ -226,7 +242,16 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(client: openai.Op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [93, 96], ids=["a page is shared in part", "full pages"])
+@pytest.mark.parametrize(
+    ("cluster", "length"),
+    [
+        pytest.param(kind, length, id=f"{kind}-{name}", marks=pytest.mark.by_hand if (kind, length) in FULL else ())
+        for kind in KINDS
+        for length, name in ((93, "a page is shared in part"), (96, "full pages"))
+    ],
+    indirect=["cluster"],
+    scope="module",
+)
 def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer(
     client: openai.OpenAI, cluster: LocalCluster, length: int
 ) -> None:
@@ -235,7 +260,7 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
     mixtures = ({"top_p": 0.9}, {"presence_penalty": 1.0, "echo": True}, {"max_tokens": 1})
     for options, cached in zip(mixtures, (True, False, False), strict=True):
         extra = {"return_token_ids": True, "cache_prompt": cached, "ignore_eos": True, "min_tokens": 1}
-        asked: dict[str, Any] = {"model": "m", "prompt": prompt, "logprobs": 2, "max_tokens": 12, "extra_body": extra}
+        asked: dict[str, Any] = {"model": "m", "prompt": prompt, "logprobs": 2, "max_tokens": 8, "extra_body": extra}
         asked |= options
         single = [client.completions.create(**asked, seed=50 + i).choices[0] for i in range(count)]
         reply = client.completions.with_raw_response.create(**asked, seed=50, n=count)
@@ -261,17 +286,6 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
 
 
 # ------------------------------------------------------------------------------------------------------------ grammars
-
-ON_D = pytest.mark.parametrize("cluster", ["shm", "tp", "unified"], indirect=True, scope="module")
-"""A grammar is D's alone, and no transport knows of it: what Mooncake brings is in the tests above, and in the fifty
-seeds."""
-OF_ONE_RANK = pytest.mark.parametrize(
-    "cluster",
-    ["shm", pytest.param("tp", marks=pytest.mark.by_hand), "unified"],
-    indirect=True,
-    scope="module",
-)
-"""Of what the router and D's main rank do alone: the tests of plain loops above show that ranks change no token."""
 
 WORDS = {"guided_regex": "([a-f]{1,5} ){3,9}[a-f]{3}"}
 FOLLOWING: list[tuple[dict[str, Any], Grammar]] = [
@@ -336,8 +350,10 @@ def seeded(seed: int) -> tuple[list[int], dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_fifty_seeds_have_the_tokens_of_a_plain_loop(cluster: LocalCluster, loop: PlainLoop) -> None:
-    prompts, options = map(list, zip(*map(seeded, range(50)), strict=True))
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.by_hand)])
+def test_seeds_have_the_tokens_of_a_plain_loop(cluster: LocalCluster, loop: PlainLoop, count: int) -> None:
+    """Each mixture of options comes with four lengths of prompts, each length with three of the mixtures or two."""
+    prompts, options = map(list, zip(*map(seeded, range(count)), strict=True))
     answers = complete_all(cluster.url, prompts, options)
     for prompt, asked, answer in zip(prompts, options, answers, strict=True):
         bias = {int(token): value for token, value in asked.get("logit_bias", {}).items()}
@@ -356,12 +372,12 @@ def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logit
         for sampling in asked:
             extra = {"return_token_ids": True, **fields}
             answer = client.completions.create(
-                model="m", prompt=PROMPTS[1], max_tokens=20, n=2, logprobs=0, extra_body=extra, **sampling
+                model="m", prompt=PROMPTS[1], max_tokens=14, n=2, logprobs=0, extra_body=extra, **sampling
             )
             bias = {int(token): float(value) for token, value in sampling.get("logit_bias", {}).items()}
             for index, choice in enumerate(answer.choices):
                 values = {**sampling, "logit_bias": bias, "seed": sampling.get("seed", 0) + index}
-                right = loop.tokens(grammar, PROMPTS[1], SamplingParams(20, **values))
+                right = loop.tokens(grammar, PROMPTS[1], SamplingParams(14, **values))
                 assert choice.token_ids == right, (fields, sampling)  # type: ignore[attr-defined]
                 ended = right[-1] in loop.eos
                 assert choice.finish_reason == ("stop" if ended else "length")
@@ -376,16 +392,16 @@ def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
     prompt = tokenizer.encode("abc<think>\n", add_special_tokens=False)
     close, asked = tokenizer.added_token_ids["</think>"], {"guided_regex": "[ab]{2,4}[0-9]z"}
     grammar = Grammar("regex", asked["guided_regex"], Reasoning("<think>", "</think>", True))
-    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 60}
+    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}]}
     # With the bias the model ends its reasoning soon; without, never.
-    for bias, ends in ((BIAS, True), (-100.0, False)):
+    for bias, ends, max_tokens in ((BIAS, True, 60), (-100.0, False, 20)):
         for sampling in ({"temperature": 1.0, "seed": 6}, {"temperature": 0.8, "seed": 9, "presence_penalty": 1.0}):
-            fields = {**chat, **sampling, "logit_bias": {str(close): bias}}
+            fields = {**chat, **sampling, "max_tokens": max_tokens, "logit_bias": {str(close): bias}}
             answer = client.chat.completions.create(**fields, n=2, extra_body={"return_token_ids": True, **asked})
             thought = 0
             for index, choice in enumerate(answer.choices):
                 values = {**sampling, "seed": sampling["seed"] + index}
-                params = SamplingParams(60, logit_bias={close: bias}, **values)
+                params = SamplingParams(max_tokens, logit_bias={close: bias}, **values)
                 right = loop.tokens(grammar, prompt, params)
                 assert choice.token_ids == right, (sampling, index)  # type: ignore[attr-defined]
                 thought += right.index(close) + 1 if ends else len(right)
@@ -396,7 +412,7 @@ def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
             assert answer.usage.completion_tokens_details.reasoning_tokens == thought, answer
             assert thought > 2 * len(answer.choices), "too little of it: raise the seed or lower the bias"
     extra = {**asked, "chat_template_kwargs": {"enable_thinking": False}}
-    answer = client.chat.completions.create(**chat, seed=6, extra_body=extra)
+    answer = client.chat.completions.create(**chat, seed=6, max_tokens=60, extra_body=extra)
     assert re.fullmatch(asked["guided_regex"], answer.choices[0].message.content or ""), answer
 
 
@@ -408,7 +424,7 @@ def of_schemas() -> dict[int, list[str]]:
 
 @OF_ONE_RANK
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.by_hand)])
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.by_hand)])
 async def test_every_answer_to_random_schemas_is_valid(
     cluster: LocalCluster, request: pytest.FixtureRequest, of_schemas: dict[int, list[str]], count: int
 ) -> None:
@@ -487,6 +503,7 @@ def test_a_request_whose_grammar_leaves_nothing_ends_alone(cluster: LocalCluster
     )
 
 
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_best_of_returns_the_choices_with_the_highest_logprob_a_token(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[:2], "max_tokens": 8, "seed": 3}
