@@ -69,6 +69,8 @@ SETTINGS = [
 """Short deadlines, so that a blow can outlast all of them and an instance that was hit gets requests again soon. The
 lease is longer than a busy machine keeps a process from its cores. Clients that are rejected because of the queue
 behind a hold retry."""
+REST_S = 0.1
+"""Rest of a client between two requests: most of a cell waits for deadlines."""
 CUT_S = 4.5
 BLINK_S = 0.4
 """Duration of a blink, far shorter than a lease, so that every process stays in the cluster."""
@@ -117,7 +119,7 @@ class ChaosCluster:
             env={"PD_MASTER_ADDR": ADDRESSES["router"], **(env or {})},
         )
         self.wires = Wires(ADDRESSES, self._pids)
-        self.load = SteadyLoad(lambda: self.processes.url, "m", short_ask, right_tokens, PATIENCE_S)
+        self.load = SteadyLoad(lambda: self.processes.url, "m", short_ask, right_tokens, PATIENCE_S, rest_s=REST_S)
         self._clients = clients
 
     def __enter__(self) -> ChaosCluster:

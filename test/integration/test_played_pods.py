@@ -31,6 +31,8 @@ PROMPTS = [[5 + number, *range(7, 7 + 9 * number)] for number in range(1, 6)]
 LENGTHS = (3, 40, 160)
 CLIENTS = 4
 REQUEST_S = 60.0
+REST_S = 0.1
+"""Rest of a client between two requests: most of a roll-out waits for pods."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def manifests(model: Path, **values: Any) -> list[Any]:
 
 
 class Load:
-    """Clients that ask the Service without a pause, and repeat nothing."""
+    """Clients that ask the Service all the time, and repeat nothing."""
 
     def __init__(self, net: Network, pods: PlayedPods) -> None:
         self._net, self._pods = net, pods
@@ -78,7 +80,7 @@ class Load:
 
     def _run(self, number: int, stopped: threading.Event) -> None:
         for body in itertools.islice(itertools.cycle(self._bodies()), number, None):
-            if stopped.is_set():
+            if stopped.wait(REST_S):
                 return
             try:
                 text = self._ask(body)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from nursery import FORKED
+from nursery import FORKED, popen
 from support.older_release import MixedReleases, older_release
 from support.steady_load import RIGHT, Ask, SteadyLoad
 
@@ -25,6 +25,8 @@ from chitu.tools.verify.run import VerifyOptions, verify
 
 ROUTER = "dp_config.router"
 PATIENCE_S = 300
+REST_S = 0.25
+"""Rest of a client between two requests: most of the test waits for processes that start."""
 ALL = ("router", "P0", "P1", "D0", "D1")
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,7 +41,12 @@ class UpgradedCluster:
         self.asks = [Ask(prompt, 24, stream=bool(number % 2)) for number, prompt in enumerate(prompts)]
         self.right = {ask: self._answer(ask) for ask in self.asks}
         self.load = SteadyLoad(
-            lambda: cluster.url, "chitu-tiny", lambda rng: rng.choice(self.asks), lambda ask: self.right[ask], 120.0
+            lambda: cluster.url,
+            "chitu-tiny",
+            lambda rng: rng.choice(self.asks),
+            lambda ask: self.right[ask],
+            120.0,
+            rest_s=REST_S,
         )
 
     def _answer(self, ask: Ask) -> list[int]:
@@ -88,7 +95,7 @@ class UpgradedCluster:
 
 def test_a_rolling_upgrade_under_load_with_every_mixed_pair_right(tmp_path: Path) -> None:
     try:
-        mixed = MixedReleases(older_release(tmp_path / "older"), ALL)
+        mixed = MixedReleases(older_release(tmp_path / "older"), ALL, newer=popen)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ def older_release(folder: Path) -> Path:
 class MixedReleases:
     """`Entries.popen` of a cluster of which some processes run an older release."""
 
-    def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
-        """`folder`: the older release. `names`: `router`, `P0`, ... that run it; read anew at each start."""
-        self.folder, self.names = folder, set(names)
+    def __init__(
+        self, folder: Path, names: Sequence[str] = (), newer: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    ) -> None:
+        """`folder`: the older release. `names`: `router`, `P0`, ... that run it; read anew at each start. `newer`
+        starts those of this release."""
+        self.folder, self.names, self._newer = folder, set(names), newer
 
     def draw(self, name: str, rng: random.Random) -> str:
         """Choose the release of the next start of a process at random. Return it in a word."""
@@ -39,8 +42,9 @@ class MixedReleases:
         return "older" if is_older else "newer"
 
     def __call__(self, argv: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-        folder = self.folder if _name(argv) in self.names else ROOT
-        return subprocess.Popen(argv, env={**env, "PYTHONPATH": str(folder)}, cwd=folder, **options)
+        is_older = _name(argv) in self.names
+        folder, start = (self.folder, subprocess.Popen) if is_older else (ROOT, self._newer)
+        return start(argv, env={**env, "PYTHONPATH": str(folder)}, cwd=folder, **options)
 
 
 def _name(argv: Sequence[str]) -> str:

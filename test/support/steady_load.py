@@ -71,7 +71,11 @@ class SteadyLoad:
         expected: Callable[[Ask], Sequence[int]],
         patience_s: float,
         seed: int = 0,
+        rest_s: float = 0.0,
     ) -> None:
+        """`rest_s`: time between a client's answer and its next request: a load that lasts while processes start, or
+        are away, need not take all cores meanwhile."""
+        self._rest_s = rest_s
         self._url = url
         self._model = model
         self._next_ask = next_ask
@@ -149,8 +153,7 @@ class SteadyLoad:
         while True:
             await self._may_ask.wait()
             answer = await self._ask(self._next_ask(self._rng))
-            if answer.outcome not in (RIGHT, LEFT):
-                await asyncio.sleep(REST_S)
+            await asyncio.sleep(self._rest_s if answer.outcome in (RIGHT, LEFT) else REST_S)
 
     async def _ask(self, ask: Ask) -> CheckedAnswer:
         answer = CheckedAnswer(ask, started_s=time.monotonic())
