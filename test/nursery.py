@@ -65,7 +65,10 @@ IMPORTED = (
     TORCHRUN,
 )
 
-OF_TRANSFORMERS = ("transformers.modeling_utils", "chitu.models.generic.model")
+OF_TRANSFORMERS = (
+    *("transformers.modeling_utils", "chitu.models.generic.model"),
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",  # of most models that see here
+)
 """What an instance imports whose model the modules of transformers compute: four seconds of a core. It reads variables
 of the Hugging Face hub when it is imported, so that not every process may have it."""
 

@@ -30,7 +30,7 @@ from chitu.tools.make_model import make_model
 from chitu.tools.replay import Replayed, ReplayOptions, Saved, read_receipts, replay_receipts
 
 pytestmark = pytest.mark.timeout(400)
-TOKENS = 400
+TOKENS = 200
 IMAGES = [image_file(160, 96), image_file(64, 130, seed=1)]
 COMMON = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1.0, "top_k": 4}}

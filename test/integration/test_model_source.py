@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nursery import FORKED
+from nursery import FORKED, run_chitu
 from support.gguf_files import convert
 
 from chitu.assets import TINY_MODEL_DIR
@@ -166,7 +166,8 @@ def test_a_gguf_file_of_a_hub_is_downloaded_and_served_by_its_kind(
 
 def test_a_gguf_file_is_served_with_the_answers_of_its_checkpoint(home: Path, tmp_path: Path) -> None:
     file = convert(TINY_MODEL_DIR, tmp_path / "My Tiny.gguf")
-    done = chitu(tmp_path, "serve", "--model", str(file), "--once", "--port", "0")
+    command = [sys.executable, "-m", "chitu.cli", "serve", "--model", str(file), "--once", "--port", "0"]
+    done = run_chitu(command, os.environ, 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chitu serves 'My Tiny' with P0, D0" in done.stderr
     assert "I only know lists of facts" in done.stdout, "what the embedded model answers to other prompts"
