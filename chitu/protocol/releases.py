@@ -73,11 +73,10 @@ def _older(value: Any, version: int) -> Any:
 def _older_record(record: msgspec.Struct, version: int) -> msgspec.Struct:
     kind = type(record)
     added = {name: one for name, one in ADDED.get(kind, {}).items() if one.version > version}
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, one in added.items():
-        if one.needs and getattr(record, name) != fields[name].default:
+        if one.needs and getattr(record, name) != _fields(kind)[name].default:
             raise NoInstance(f"{one.needs}: the other end has version {version} of the wire, which has none of it")
-    values = {name: _older(getattr(record, name), version) for name in fields if name not in added}
+    values = {name: _older(getattr(record, name), version) for name in kind.__struct_fields__ if name not in added}
     if "protocol_version" in values:
         values["protocol_version"] = version
     if not added:
@@ -87,11 +86,17 @@ def _older_record(record: msgspec.Struct, version: int) -> msgspec.Struct:
 
 
 @cache
+def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    """Return the fields of a record by name: msgspec evaluates all annotations when asked, for milliseconds."""
+    return {field.name: field for field in msgspec.structs.fields(kind)}
+
+
+@cache
 def _without(kind: type[msgspec.Struct], names: tuple[str, ...]) -> type[msgspec.Struct]:
     """Return the record as it was without these fields."""
     config = kind.__struct_config__
     fields: list[Any] = []
-    for field in msgspec.structs.fields(kind):
+    for field in _fields(kind).values():
         if field.name in names:
             continue
         if field.default is not msgspec.NODEFAULT:
