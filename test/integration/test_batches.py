@@ -208,8 +208,8 @@ def test_a_router_killed_in_the_middle_answers_each_line_once(tmp_path: Path, mo
     """Also after a regular end, which waits for no line."""
     overrides = [f"dp_config.router.batches.dir={tmp_path / 'batches'}"]
     with running(tmp_path, model, overrides, step_s=0.01) as router:
-        name = begin(client_of(router), [line(i) for i in range(400)])
-        for number, part in ((signal.SIGKILL, 60), (signal.SIGTERM, 180)):
+        name = begin(client_of(router), [line(i) for i in range(240)])
+        for number, part in ((signal.SIGKILL, 40), (signal.SIGTERM, 120)):
 
             def has_part(least: int = part) -> bool:
                 return counts_of(client_of(router), name) >= least
@@ -223,8 +223,8 @@ def test_a_router_killed_in_the_middle_answers_each_line_once(tmp_path: Path, mo
         client = client_of(router)
         batch = ended(client, name)
         output, errors = answers(client, batch)
-        assert (ids(output), errors) == (all_of(400), [])
-        assert batch.request_counts.completed == 400
+        assert (ids(output), errors) == (all_of(240), [])
+        assert batch.request_counts.completed == 240
 
 
 def test_two_routers_with_one_folder_send_no_line_twice(tmp_path: Path, model: Path) -> None:
