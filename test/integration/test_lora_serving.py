@@ -35,7 +35,9 @@ from chitu.tools.make_model import make_model
 pytestmark = pytest.mark.timeout(400)
 LOGPROB_NATS = 1e-4
 PROMPT = list(range(40, 110))
-LONG = 700
+REST_S = 0.03
+"""Rest of a client between two requests of many."""
+LONG = 500
 """Tokens of a request during which others come and go."""
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {"sql": (SQL, sql_layer), "tone": (TONE, tone_layer)}
 PAIRS = {f"P{p}-D{d}" for p in (0, 1) for d in (0, 1)}
@@ -243,9 +245,9 @@ def test_whoever_dies_the_list_stays_and_requests_go_on_with_their_adapter(
 
     def ask(number: int) -> None:
         prompt = fresh(700 + number)
-        reply = serving.post("tone", prompt, 1, max_tokens=300)
+        reply = serving.post("tone", prompt, 1, max_tokens=200)
         if len(victims) == 2 and reply.status_code == 500 and reply.json()["error"]["code"] == "poison_request":
-            reply = serving.post("tone", prompt, 1, max_tokens=300)
+            reply = serving.post("tone", prompt, 1, max_tokens=200)
         assert reply.status_code == 200, reply.text
         results.append((prompt, reply.json()))
 
@@ -332,8 +334,17 @@ def test_the_next_router_goes_on_with_the_content_that_a_request_began_with(serv
     serving.cluster.wait_exit("router")
     serving.cluster.restart("router")
     serving.cluster.wait_ready(120)
-    kept = [httpx.get(f"{url}/v1/requests/{name}", trust_env=False, timeout=120) for url in serving.urls]
-    (answer,) = [each.json() for each in kept if each.status_code == 200]  # of the router that took it
+    found: list[dict[str, Any]] = []
+
+    def is_read() -> bool:
+        """Ask both routers: one of them took the request, and until it has read all, it says to try again (503)."""
+        kept = [httpx.get(f"{url}/v1/requests/{name}", trust_env=False, timeout=120) for url in serving.urls]
+        assert {each.status_code for each in kept} <= {200, 404, 503}, [each.text for each in kept]
+        found.extend(each.json() for each in kept if each.status_code == 200)
+        return bool(found)
+
+    wait_until(is_read, 60, "the answer")
+    (answer,) = found
     serving.check("tone", answer, prompt)
     assert len(answer["choices"][0]["token_ids"]) == LONG
 
@@ -417,7 +428,7 @@ class Lists:
         return {here.get(name, "") for first_s, last_s, here in self.spans if first_s <= ended_s and last_s >= began_s}
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(2, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.by_hand) for seed in range(1, 30))])
 def test_random_changes_under_random_requests_give_each_answer_a_content_that_served(
     serving: Serving, seed: int
 ) -> None:
@@ -429,7 +440,7 @@ def test_random_changes_under_random_requests_give_each_answer_a_content_that_se
 
     def ask(thread: int) -> int:
         rng, count = random.Random(100 * seed + thread), 0
-        while not is_over.is_set():
+        while not is_over.wait(REST_S):
             name, prompt = rng.choice((*names, "m")), fresh(3000 + rng.randrange(5))[: rng.choice((20, 40, 72))]
             more: dict[str, Any] = {"max_tokens": rng.choice((1, 8, 60)), "temperature": rng.choice((0, 1)), "seed": 7}
             more |= {"n": 2} if rng.random() < 0.2 else {}

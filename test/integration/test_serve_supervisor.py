@@ -119,7 +119,7 @@ def serve_process(
 
 
 def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None:
-    with cluster(model, entries=ENTRIES) as started:
+    with cluster(model) as started:
         started.wait_ready(60)
         assert started.url == f"http://127.0.0.1:{started.ports['port']}"
         for name in ("P0", "D0"):
