@@ -34,5 +34,7 @@ def adapter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(smollm2: Path, adapter: Path) -> Iterator[LocalCluster]:
-    with serving(smollm2, "model.max_model_len=2048", f"model.adapters.tilted={adapter}") as cluster:
+    with serving(
+        smollm2, "model.max_model_len=2048", "scheduler.chunk_size=128", f"model.adapters.tilted={adapter}"
+    ) as cluster:
         yield cluster
