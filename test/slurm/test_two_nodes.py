@@ -18,7 +18,6 @@ import pytest
 from slurm_cluster import NODES, SlurmCluster, environment, missing
 from support.router_process import wait_until
 
-from chitu.launch.plan import Entries
 from chitu.launch.slurm import expand_nodelist
 from chitu.protocol.kept_request import unpack
 from chitu.tools.make_model import make_model
@@ -36,11 +35,6 @@ WIDE = (
     "dp_config.router.decode_schedulers=[{hosts: [node-a.example, node-b.example], dp_size: 2, rendezvous_port: 29400}]"
 )
 """D over both nodes."""
-WITHOUT_TORCHRUN = f"""#!/bin/bash
-[ "$1 $2" != "-m chitu.cli" ] || set -- -m forked_chitu {Entries().router} {Entries().scheduler} direct "${{@:3}}"
-exec {sys.executable} "$@"
-"""
-"""Python whose `chitu` starts instances of one rank without torchrun."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,16 +94,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """Return a 2P3D cluster of a batch job that is ready. It does without torchrun, unlike the next job, which takes
-    half the time."""
-    folder = tmp_path_factory.mktemp("served")
-    python = folder / "python"
-    python.write_text(WITHOUT_TORCHRUN)
-    python.chmod(0o755)
-    batch = ["env", f"PYTHON={python}", "sbatch", f"--output={folder / 'output.txt'}", "--open-mode=append"]
-    script = ["script/srun_pd_disagg_2p3d_two_nodes.sh", "--model", model, "--partition", "main"]
-    options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS]
+def wide(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Return a batch job that is ready: 1P1D, D over both nodes."""
+    folder = tmp_path_factory.mktemp("wide")
+    batch = ["sbatch", f"--output={folder / 'output.txt'}", "--open-mode=append"]
+    script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model]
+    options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS, WIDE]
     options.append(f"dp_config.router.kept_requests.dir={kept}")
     launched = Launched(cluster, [*batch, *script, *options], folder)
     launched.wait_ready()
@@ -117,11 +107,11 @@ def served(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="module")
-def wide(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """Return the next job, which is ready: D is over both nodes."""
-    folder = tmp_path_factory.mktemp("wide")
-    script = ["bash", "script/srun_pd_disagg.sh", "pd_disagg_1p1d_multi_node", "--model", model]
-    options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS, WIDE]
+def served(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Return the next job, which is ready: 2P3D."""
+    folder = tmp_path_factory.mktemp("served")
+    script = ["bash", "script/srun_pd_disagg_2p3d_two_nodes.sh", "--model", model, "--partition", "main"]
+    options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS]
     options.append(f"dp_config.router.kept_requests.dir={kept}")
     launched = Launched(cluster, ["srun", "-N", "2", *script, *options], folder)
     launched.wait_ready()
@@ -153,6 +143,78 @@ def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: st
     assert ill.process.wait(120) == 1
     assert f"cannot listen on 0.0.0.0:{SLURMD_PORT}: Address already in use" in ill.output()
     ill.wait_nothing_left()
+
+
+def test_an_instance_over_two_nodes_serves_and_meets_again_after_a_death(
+    cluster: SlurmCluster, wide: Launched, tmp_path: Path
+) -> None:
+    assert "node 0 (198.18.77.10): router D0" in wide.output() and "node 1 (198.18.77.11): P0 D1" in wide.output()
+
+    def check(name: str) -> None:
+        script = [sys.executable, "test/verify_xpyd_topology.py", "--router", ROUTER_URL, "--model", "m"]
+        (tmp_path / name).mkdir()
+        done = Launched(cluster, ["env", f"PYTHONPATH={ROOT}", *script, "--json"], tmp_path / name)
+        assert done.process.wait(120) == 0, done.output()
+        assert set(json.loads(done.output())["instances"]) == {"P0", "D0", "D1"}
+
+    check("before")
+    (victim,) = (
+        pid
+        for pid, command in cluster.own_processes(NODE1).items()
+        if "--role decode" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
+    )
+    cluster.machines.output(NODE1, ["kill", "-KILL", str(victim)])
+    log = wide.folder / "router.log"
+    wait_until(lambda: len(re.findall(r"D[01] joined", log.read_text())) == 4, 90, wide.output)
+    check("after")
+
+
+def test_requests_outlive_their_job(
+    cluster: SlurmCluster, wide: Launched, kept: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """SIGTERM to the batch script ends the job in the middle of two streams; the next job continues both, and their
+    clients read on. The next job is the one of the tests below."""
+    url = f"{ROUTER_URL}/v1/"
+    common = {"model": "m", "prompt": [*range(5, 60)], "max_tokens": 600, "ignore_eos": True, "stream": True}
+    bodies = {"greedy": {**common, "temperature": 0}, "seeded": {**common, "temperature": 1.0, "top_k": 4}}
+
+    def curl(log: str, *arguments: str) -> subprocess.Popen[bytes]:
+        return cluster.start(["curl", "-sN", "--retry", "5", "--max-time", "120", *arguments], tmp_path / log)
+
+    def post(log: str, name: str, **more: object) -> subprocess.Popen[bytes]:
+        return curl(log, f"{url}completions", "-H", f"X-Request-Id: {name}", "-d", json.dumps({**bodies[name], **more}))
+
+    def events(log: str) -> list[dict[str, object]]:
+        lines = [line for line in (tmp_path / log).read_text().splitlines() if line.startswith("data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    def text(found: list[dict[str, object]]) -> str:
+        return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
+
+    try:
+        (job,) = cluster.jobs()
+        clients = [post(name, name) for name in bodies]
+        wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, wide.output)
+        cluster.output(["scancel", "--batch", "--signal=TERM", job])  # as `sbatch --signal=B:TERM@60`
+        assert [client.wait(60) for client in clients] == [0, 0]
+        wide.wait_nothing_left()
+    finally:
+        if left := cluster.jobs():
+            cluster.output(["scancel", *left])
+    assert "ExitCode=0:0" in cluster.output(["scontrol", "show", "job", job])
+    records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
+    assert records.keys() == bodies.keys(), wide.output()
+    request.getfixturevalue("served")
+    for name, record in records.items():
+        *before, error = events(name)
+        assert 40 <= len(before) < 600 and len(record.token_ids) < 600
+        assert "request_kept" in str(error) and f"GET /v1/requests/{name}" in str(error)
+        number = (tmp_path / name).read_text().rpartition("id: ")[2].split()[0]
+        assert curl(f"{name}.rest", "-H", f"Last-Event-ID: {number}", f"{url}requests/{name}").wait(130) == 0
+        assert post(f"{name}.whole", name, seed=record.sampling.seed).wait(130) == 0
+        assert text(before) + text(events(f"{name}.rest")) == text(events(f"{name}.whole"))
+        assert "[DONE]" in (tmp_path / f"{name}.rest").read_text()
+    assert not list(kept.iterdir())
 
 
 def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, served: Launched, tmp_path: Path) -> None:
@@ -206,93 +268,22 @@ def test_requests_outlast_a_link_cut_that_is_shorter_than_the_deadlines(
     assert "is gone" not in (served.folder / "router.log").read_text()
 
 
-def test_requests_outlive_their_job(
-    cluster: SlurmCluster, served: Launched, kept: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """SIGTERM to the batch script ends the job in the middle of two streams; the next job continues both, and their
-    clients read on. The next job is the one of the tests below."""
-    url = f"{ROUTER_URL}/v1/"
-    common = {"model": "m", "prompt": [*range(5, 60)], "max_tokens": 600, "ignore_eos": True, "stream": True}
-    bodies = {"greedy": {**common, "temperature": 0}, "seeded": {**common, "temperature": 1.0, "top_k": 4}}
-
-    def curl(log: str, *arguments: str) -> subprocess.Popen[bytes]:
-        return cluster.start(["curl", "-sN", "--retry", "5", "--max-time", "120", *arguments], tmp_path / log)
-
-    def post(log: str, name: str, **more: object) -> subprocess.Popen[bytes]:
-        return curl(log, f"{url}completions", "-H", f"X-Request-Id: {name}", "-d", json.dumps({**bodies[name], **more}))
-
-    def events(log: str) -> list[dict[str, object]]:
-        lines = [line for line in (tmp_path / log).read_text().splitlines() if line.startswith("data: {")]
-        return [json.loads(line[6:]) for line in lines]
-
-    def text(found: list[dict[str, object]]) -> str:
-        return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
-
-    try:
-        (job,) = cluster.jobs()
-        clients = [post(name, name) for name in bodies]
-        wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, served.output)
-        cluster.output(["scancel", "--batch", "--signal=TERM", job])  # as `sbatch --signal=B:TERM@60`
-        assert [client.wait(60) for client in clients] == [0, 0]
-        served.wait_nothing_left()
-    finally:
-        if left := cluster.jobs():
-            cluster.output(["scancel", *left])
-    assert "ExitCode=0:0" in cluster.output(["scontrol", "show", "job", job])
-    records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
-    assert records.keys() == bodies.keys(), served.output()
-    request.getfixturevalue("wide")
-    for name, record in records.items():
-        *before, error = events(name)
-        assert 40 <= len(before) < 600 and len(record.token_ids) < 600
-        assert "request_kept" in str(error) and f"GET /v1/requests/{name}" in str(error)
-        number = (tmp_path / name).read_text().rpartition("id: ")[2].split()[0]
-        assert curl(f"{name}.rest", "-H", f"Last-Event-ID: {number}", f"{url}requests/{name}").wait(130) == 0
-        assert post(f"{name}.whole", name, seed=record.sampling.seed).wait(130) == 0
-        assert text(before) + text(events(f"{name}.rest")) == text(events(f"{name}.whole"))
-        assert "[DONE]" in (tmp_path / f"{name}.rest").read_text()
-    assert not list(kept.iterdir())
-
-
-def test_an_instance_over_two_nodes_serves_and_meets_again_after_a_death(
-    cluster: SlurmCluster, wide: Launched, tmp_path: Path
-) -> None:
-    assert "node 0 (198.18.77.10): router D0" in wide.output() and "node 1 (198.18.77.11): P0 D1" in wide.output()
-
-    def check(name: str) -> None:
-        script = [sys.executable, "test/verify_xpyd_topology.py", "--router", ROUTER_URL, "--model", "m"]
-        (tmp_path / name).mkdir()
-        done = Launched(cluster, ["env", f"PYTHONPATH={ROOT}", *script, "--json"], tmp_path / name)
-        assert done.process.wait(120) == 0, done.output()
-        assert set(json.loads(done.output())["instances"]) == {"P0", "D0", "D1"}
-
-    check("before")
-    (victim,) = (
-        pid
-        for pid, command in cluster.own_processes(NODE1).items()
-        if "--role decode" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
-    )
-    cluster.machines.output(NODE1, ["kill", "-KILL", str(victim)])
-    log = wide.folder / "router.log"
-    wait_until(lambda: len(re.findall(r"D[01] joined", log.read_text())) == 4, 90, wide.output)
-    check("after")
-
-
-def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmCluster, wide: Launched) -> None:
+def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmCluster, served: Launched) -> None:
     (job,) = cluster.jobs()
     prefill = [
         pid
         for pid, command in cluster.own_processes(NODE1).items()
         if "--role prefill" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
     ]
-    assert len(prefill) == 1, f"{cluster.own_processes(NODE1)}\n{wide.output()}"
+    assert len(prefill) == 2, f"{cluster.own_processes(NODE1)}\n{served.output()}"
     cluster.machines.output(NODE1, ["kill", "-KILL", str(prefill[0])])
-    assert wide.process.wait(60) != 0
-    wide.wait_nothing_left()
+    assert served.process.wait(60) != 0
+    served.wait_nothing_left()
     record = cluster.output(["scontrol", "show", "job", job])
     assert "JobState=FAILED" in record, record
-    assert "P0 ended (killed by SIGKILL)" in wide.output(), wide.output()
-    assert " P0 I chitu.kv_transfer" in wide.output(), "the last lines of its log"
+    named = re.search(r"(P[01]) ended \(killed by SIGKILL\)", served.output())
+    assert named is not None, served.output()
+    assert f" {named[1]} I chitu.kv_transfer" in served.output(), "the last lines of its log"
 
 
 def test_scancel_while_it_starts_leaves_nothing(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
