@@ -66,9 +66,8 @@ def kv_of(token: int, position: int, state: int) -> bytes:
 def _state_of(tokens: Sequence[int], adapter: int, state: int = 0, position: int = 0) -> int:
     """Return the checksum of the KV of these tokens after the tokens of `state`. Each adapter has its own KV."""
     pack, crc32 = _KV.pack, zlib.crc32
-    for at, token in enumerate(
-        tokens, position
-    ):  # as `kv_of`, without its call: simulations do this most of their time
+    # As `kv_of`, without its call: simulations do this most of their time.
+    for at, token in enumerate(tokens, position):
         kv = state ^ adapter
         state = crc32(pack(token, at, kv, 0, token, at, kv, 1, token, at, kv, 2, token, at, kv, 3), state)
     return state
