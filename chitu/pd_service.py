@@ -30,7 +30,7 @@ from chitu.errors import ChituError, ConfigError, Internal, RankTaken, RoleChang
 from chitu.instance.build import Build
 from chitu.instance.comm import CommLoop
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.heartbeats import Heartbeats, OnMember, Report
+from chitu.instance.heartbeats import Heartbeats, InstanceReport, OnMember
 from chitu.instance.image_source import NoImages
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.requests import FailureReports
@@ -459,7 +459,7 @@ class PDSchedulerService:
 
     # ------------------------------------------------------------------------------------------------ heartbeat thread
 
-    def report(self) -> Report:
+    def report(self) -> InstanceReport:
         life, comm = self._life, self._comm
         side, scheduler = life.transfer.side, life.scheduler
         load = msgspec.structs.replace(
@@ -468,7 +468,7 @@ class PDSchedulerService:
             suspended=side.suspended_ranks,
             paths=side.path_loads,
         )
-        return Report(life.info, load, scheduler.weights.report, side.silent_prefills)
+        return InstanceReport(life.info, load, scheduler.weights.report, side.silent_prefills)
 
     def num_turns(self) -> int:
         return self._scheduler.turns

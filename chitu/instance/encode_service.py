@@ -21,7 +21,7 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import RankTaken
 from chitu.instance.comm import CommLoop
 from chitu.instance.encoding import EncodeScheduler
-from chitu.instance.heartbeats import Heartbeats, OnMember, Report
+from chitu.instance.heartbeats import Heartbeats, InstanceReport, OnMember
 from chitu.instance.image_thread import ImageThread
 from chitu.instance.weights import join_orders
 from chitu.kv_transfer.kv_manager import KVManager
@@ -200,14 +200,14 @@ class EncodeService:
 
     # ------------------------------------------------------------------------------------------------ heartbeat thread
 
-    def report(self) -> Report:
+    def report(self) -> InstanceReport:
         comm, scheduler, transfer = self._comm, self._scheduler, self._transfer
         load = msgspec.structs.replace(
             scheduler.load,
             unknown_frames=comm.bad_frames + comm.unknown_frames + transfer.unknown_frames,
             paths=transfer.side.path_loads,
         )
-        return Report(self._info, load, scheduler.weights.report)
+        return InstanceReport(self._info, load, scheduler.weights.report)
 
     def num_turns(self) -> int:
         return self._scheduler.turns

@@ -27,7 +27,7 @@ SHORTEST_BEAT_S = 0.05
 OnMember = Callable[[InstanceInfo, bool], None]
 
 
-class Report(NamedTuple):
+class InstanceReport(NamedTuple):
     """What an instance says of itself now, beside what its comm thread has read."""
 
     info: InstanceInfo
@@ -40,7 +40,7 @@ class Report(NamedTuple):
 class HeartbeatOwner(Protocol):
     """The service of the process. Called on the heartbeat thread."""
 
-    def report(self) -> Report: ...
+    def report(self) -> InstanceReport: ...
 
     def num_turns(self) -> int:
         """Return how many turns the step thread has made."""

@@ -12,7 +12,7 @@ from test_coordination import info
 
 from chitu.config.schema import DeadlineConfig
 from chitu.instance.comm import CommLoop, RouterAddress
-from chitu.instance.heartbeats import Heartbeats, Report
+from chitu.instance.heartbeats import Heartbeats, InstanceReport
 from chitu.protocol import Heartbeat, InstanceInfo, LoadReport
 from chitu.protocol.weights import WeightsReport
 from chitu.types import Role
@@ -53,8 +53,8 @@ class Owner:
         self.heartbeats.end()
         self.heartbeats.join(60)
 
-    def report(self) -> Report:
-        return Report(INFO, LoadReport(waiting=len(self.sent)), WeightsReport(), (5,))
+    def report(self) -> InstanceReport:
+        return InstanceReport(INFO, LoadReport(waiting=len(self.sent)), WeightsReport(), (5,))
 
     def num_turns(self) -> int:
         self.looks += 1
