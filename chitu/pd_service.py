@@ -468,7 +468,7 @@ class PDSchedulerService:
             suspended=side.suspended_ranks,
             paths=side.path_loads,
         )
-        return InstanceReport(life.info, load, scheduler.weights.report, side.silent_prefills)
+        return InstanceReport(life.info, load, scheduler.weights, side.silent_prefills)
 
     def num_turns(self) -> int:
         return self._scheduler.turns

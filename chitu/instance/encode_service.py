@@ -207,7 +207,7 @@ class EncodeService:
             unknown_frames=comm.bad_frames + comm.unknown_frames + transfer.unknown_frames,
             paths=transfer.side.path_loads,
         )
-        return InstanceReport(self._info, load, scheduler.weights.report)
+        return InstanceReport(self._info, load, scheduler.weights)
 
     def num_turns(self) -> int:
         return self._scheduler.turns

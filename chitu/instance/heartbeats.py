@@ -14,10 +14,10 @@ from chitu.clock import Clock, RealClock
 from chitu.config.schema import DeadlineConfig
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.contacts import SilenceWatch
+from chitu.instance.weights import WeightsKeeper
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
 from chitu.protocol import Heartbeat, InstanceInfo, LoadReport
-from chitu.protocol.weights import WeightsReport
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class InstanceReport(NamedTuple):
 
     info: InstanceInfo
     load: LoadReport
-    weights: WeightsReport
+    weights: WeightsKeeper
+    """Asked behind all else, as the newest."""
     silent: tuple[int, ...] = ()
     """`Heartbeat.silent`."""
 
@@ -143,7 +144,7 @@ class Heartbeats:
                 reads=comm.num_reads,
                 acks=comm.received.acks(),
                 silent=report.silent,
-                weights=report.weights,
+                weights=report.weights.report,
                 routers=comm.contacts.joined_routers,
             )
             for socket, frame in zip(sockets, comm.frames_for_routers(message), strict=True):

@@ -13,6 +13,7 @@ from test_coordination import info
 from chitu.config.schema import DeadlineConfig
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.heartbeats import Heartbeats, InstanceReport
+from chitu.instance.weights import WeightsKeeper
 from chitu.protocol import Heartbeat, InstanceInfo, LoadReport
 from chitu.protocol.weights import WeightsReport
 from chitu.types import Role
@@ -54,7 +55,8 @@ class Owner:
         self.heartbeats.join(60)
 
     def report(self) -> InstanceReport:
-        return InstanceReport(INFO, LoadReport(waiting=len(self.sent)), WeightsReport(), (5,))
+        keeper = SimpleNamespace(report=WeightsReport())
+        return InstanceReport(INFO, LoadReport(waiting=len(self.sent)), cast(WeightsKeeper, keeper), (5,))
 
     def num_turns(self) -> int:
         self.looks += 1
