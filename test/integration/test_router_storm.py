@@ -214,11 +214,13 @@ def test_a_storm_of_orders_at_two_routers_changes_no_answer_and_refuses_none(
             found = ask(first, drawn, AT_ONCE, streamed=0.4, others=[second])
         print(dict(told))
         wrong = [
-            f"{one.body}: {min(said, key=len)}"
+            f"{one.number}: {[[choice.tokens for choice in each.choices.values()] for each in (answer, *known)]}"
             for one, answer, *known in zip(drawn, found, *right, strict=True)
-            if all(said := [differences(one, each, answer) for each in known])
+            if all(differences(one, each, answer) for each in known)
         ]
-        assert not wrong, f"{len(wrong)} of {len(drawn)}, while {dict(told)}; the first: {wrong[0]}"
+        assert not wrong, "\n".join(
+            [f"{len(wrong)} of {len(drawn)}; by number: tokens, then those of each of the weights", *wrong, str(told)]
+        )
         for url in (first, second):
             wait_for_rest(url)
     assert told["killed"] and told["/admin/role"] and told["/admin/weights"] and told["/admin/pause"], dict(told)
