@@ -174,8 +174,10 @@ class WeightsKeeper:
         return max(self._order.pause, self._slept, key=lambda pause: pause.age)
 
     def keeps_base(self, weights: Weights) -> bool:
-        """Return whether weights differ from those that serve, or that it gave back, in their adapters alone."""
-        return weights.base_number == self.serves.base_number
+        """Return whether weights differ from those that serve, or that it gave back, in their adapters alone. Two
+        changes of one number, of two routers, differ in their hashes."""
+        serves = self.serves
+        return (weights.base_number, weights.model_hash) == (serves.base_number, serves.model_hash)
 
     @property
     def sleep_due(self) -> SleepLevel:

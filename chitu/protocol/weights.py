@@ -74,7 +74,9 @@ class Weights(Wire, frozen=True):
 
     def goes_on_from(self, earlier: Weights) -> bool:
         """Return whether a request that has tokens of earlier weights may have tokens of these, too: every change in
-        between was mixed."""
+        between was mixed. Of two changes of one number, of two routers, neither goes on from the other."""
+        if earlier.number == self.number:
+            return earlier.age == self.age
         return earlier.number >= (self.unmixed if self.is_mixed else self.number)
 
 

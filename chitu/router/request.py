@@ -414,7 +414,7 @@ def _other_weights(generation: Generation, before: Attempt, way: Way) -> Weights
     """Return why a request with tokens cannot go on there: it would have tokens of two models, which only a mixed
     change allows. None if it can."""
     old, new = before.way.decode.weights, way.decode.weights
-    if old.number == new.number or not generation.num_emitted or new.goes_on_from(old):
+    if not generation.num_emitted or new.goes_on_from(old):
         return None
     return WeightsChanged(
         f"{generation.num_emitted} tokens were computed with weights {old.number}, and the cluster serves {new.number}"

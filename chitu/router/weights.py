@@ -289,8 +289,9 @@ class ClusterWeights:
         return change
 
     def on_drained(self, change: WeightsChange) -> None:
-        """Commit: no request runs, and new ones wait."""
-        if change is self._change and change.phase == "drain":
+        """Commit: no request runs, and new ones wait. Not while the members read the weights of another router's
+        change, which may come first."""
+        if change is self._change and change.phase == "drain" and self._are_read(change):
             self._commit(change)
 
     def give_up(self, change: WeightsChange, reason: str) -> None:
@@ -390,6 +391,11 @@ class ClusterWeights:
                 self._commit(change)
             else:
                 change.phase = "drain"
+
+    def _are_read(self, change: WeightsChange) -> bool:
+        """Return whether all members have read the weights of a change."""
+        read = [report.prepared for _, report in self._members.values()]
+        return all(each is not None and each.key == change.wanted.key for each in read)
 
     def _commit(self, change: WeightsChange) -> None:
         change.phase = "commit"

@@ -418,14 +418,13 @@ def test_errors_of_weights_have_codes() -> None:
 
 def test_a_mixed_change_names_the_last_change_that_was_not() -> None:
     world = World(5)
-    found = []
+    found, first = list[tuple[int, int, bool, bool]](), Weights(1)
     for path, is_mixed in (("/new", True), ("/newer", False), ("/new", True), ("/newer", True), ("/new", False)):
         world.begin(path, is_mixed)
         world.settle()
         (weights,) = world.served()
-        found.append(
-            (weights.number, weights.unmixed, weights.goes_on_from(Weights(1)), weights.goes_on_from(Weights()))
-        )
+        first = first if found else weights
+        found.append((weights.number, weights.unmixed, weights.goes_on_from(first), weights.goes_on_from(Weights())))
     assert found == [
         (1, 0, True, True),
         (2, 0, False, False),
@@ -433,3 +432,39 @@ def test_a_mixed_change_names_the_last_change_that_was_not() -> None:
         (4, 2, False, False),
         (5, 0, False, False),
     ]
+
+
+def test_weights_of_another_router_with_the_same_number_are_read_and_wait_for_what_runs() -> None:
+    """Two routers may commit changes of one number at once. The larger hash is the newer one, everywhere."""
+    loader = FakeLoader()
+    keeper = WeightsKeeper(loader, FakeClock())
+
+    def serve(weights: Weights) -> None:
+        keeper.set_order(WeightsOrder(weights))
+        (found,) = [each for each in [keeper.turn() for _ in range(4)] if each is not None][:1]
+        assert found == weights
+        keeper.change(found)
+
+    one, other = Weights(1, "hash of new", "/new"), Weights(1, "hash of newer", "/newer")
+    assert other.age > one.age and not other.goes_on_from(one) and one.goes_on_from(one)
+    serve(one)
+    serve(other)
+    assert (keeper.serves, loader.serves) == (other, "/newer")
+
+
+def test_a_change_waits_while_the_members_read_that_of_another_router() -> None:
+    weights = ClusterWeights()
+    info = InstanceInfo(Role.UNIFIED, 0, 1, "127.0.0.1", 1, 0, LAYOUT, 512)
+    weights.on_info(info)
+    change = weights.begin("/a", False)
+    weights.on_report(info, WeightsReport(prepared=Weights(1, "hash a", "/a")))
+    assert change.phase == "drain"
+    weights.on_report(info, WeightsReport(prepared=Weights(1, "hash b", "/b"), holds=True, is_drained=True))
+    weights.on_drained(change)
+    assert change.phase == "drain", "two changes of one number"
+    weights.on_info(msgspec.structs.replace(info, weights=Weights(1, "hash b", "/b")))
+    assert change.phase == "failed" and weights.serve.path == "/b"
+    again = weights.begin("/a", False)
+    weights.on_report(info, WeightsReport(prepared=Weights(2, "hash a", "/a"), holds=True, is_drained=True))
+    weights.on_drained(again)
+    assert again.phase == "commit"
