@@ -36,6 +36,8 @@ class Group:
             Instance(64, overlap=overlap, executor=executor, join=lambda inner, rank=rank: self.table.join(rank, inner))
             for rank in range(size)
         ]
+        self.at_turn: Callable[[], None] = lambda: None
+        """Called once every member has said its turn, before any computes."""
         self._stop = threading.Event()
         self.errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in self.members]
@@ -45,6 +47,7 @@ class Group:
     def _note(self, turns: list[Turn]) -> None:
         self.turns.append(turns)
         self.weights.append([member.executor.weights for member in self.members])
+        self.at_turn()
 
     def _run(self, member: Instance) -> None:
         lockstep = member.scheduler._lockstep
@@ -148,10 +151,17 @@ def test_a_member_knows_what_the_others_compute_in_its_turn(others: tuple[StepSi
 
 
 def test_a_frozen_member_lends() -> None:
-    group = Group()
+    group, is_frozen = Group(), threading.Event()
+
+    def freeze() -> None:
+        """At the first turn after a token: a thread of the test might come after the last."""
+        if group.members[0].tokens and not is_frozen.is_set():
+            group.order(0, WeightsOrder(pause=Pause(1, "keep")))
+            is_frozen.set()
+
+    group.at_turn = freeze
     kept = group.ask(0)
-    group.wait(lambda: kept in group.members[0].tokens)
-    group.order(0, WeightsOrder(pause=Pause(1, "keep")))
+    group.wait(is_frozen.is_set)
     group.finish(1, group.ask(1))
     assert kept not in group.members[0].finishes
     group.order(0, WeightsOrder(pause=Pause(2, "")))
