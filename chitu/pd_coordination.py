@@ -138,8 +138,9 @@ class PDCoordination:
         listener: MembershipListener,
         places: Iterable[tuple[Role, int]] = (),
         index: int = 0,
+        num_routers: int = 1,
     ) -> None:
-        """`places`: those of the topology. `index`: that of this router in `router.hosts`."""
+        """`places`: those of the topology. `index`: that of this router in `router.hosts`, which has `num_routers`."""
         self._index = index
         self._clock = clock
         self._deadlines = deadlines
@@ -163,7 +164,7 @@ class PDCoordination:
         """Incarnations of members that change their role because this router asked for it, and whether it takes that
         back if nothing serves without them."""
         self._kinds = MemberKinds()
-        self.weights = ClusterWeights()
+        self.weights = ClusterWeights(index, num_routers)
         """Whoever calls its methods calls `publish_weights` then."""
         self._order = WeightsOrder()
         self._replaced: dict[int, None] = {}
@@ -353,7 +354,7 @@ class PDCoordination:
 
     def _serving(self, members: Iterable[_Member]) -> Candidates:
         weights = self.view.weights
-        return Candidates.among([m.info for m in members], None if weights.holds else weights.serve.number)
+        return Candidates.among([m.info for m in members], None if weights.holds else weights.serve)
 
     def find(self, name: str) -> InstanceInfo | None:
         """Return the record of a member, as it is now."""

@@ -24,7 +24,7 @@ import zmq
 
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
-from chitu.config.topology import places
+from chitu.config.topology import places, router_hosts
 from chitu.errors import BadFrame, ConfigError
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
@@ -90,6 +90,7 @@ class Membership:
             self,
             places(config),
             index,
+            len(router_hosts(config)),
         )
 
         def open_port(kind: int, port: int) -> tuple[zmq.Socket[bytes], int]:

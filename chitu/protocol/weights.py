@@ -35,7 +35,8 @@ class Weights(Wire, frozen=True):
     """The weights that an instance computes with."""
 
     number: int = 0
-    """Number of the change that brought them; 0: those that the instance was started with. Larger is newer."""
+    """Number of the change that brought them; 0: those that the instance was started with. Larger is newer. No two
+    routers give one, except those of 0.1.0 and those that are told of different numbers of routers."""
     model_hash: str = ""
     """As in KVLayout; empty with number 0, where the layout has it."""
     path: str = ""
@@ -59,7 +60,7 @@ class Weights(Wire, frozen=True):
 
     @property
     def age(self) -> tuple[int, str, str]:
-        """Sort key: the larger one is newer. Two changes of one number, of two routers, are ordered by their hashes."""
+        """Sort key: the larger one is newer. Two changes of one number are ordered by their hashes."""
         return self.number, self.model_hash, " ".join([f"{one.name}={one.hash}" for one in self.adapters or ()])
 
     @property
@@ -69,12 +70,12 @@ class Weights(Wire, frozen=True):
 
     @property
     def key(self) -> tuple[int, str, tuple[tuple[str, str], ...]]:
-        """What names a change before its hashes are known, and orders those of two routers."""
+        """What names a change before its hashes are known, and orders those of one number."""
         return self.number, self.path, tuple([(one.name, one.path) for one in self.adapters or ()])
 
     def goes_on_from(self, earlier: Weights) -> bool:
         """Return whether a request that has tokens of earlier weights may have tokens of these, too: every change in
-        between was mixed. Of two changes of one number, of two routers, neither goes on from the other."""
+        between was mixed. Of two changes of one number neither goes on from the other."""
         if earlier.number == self.number:
             return earlier.age == self.age
         return earlier.number >= (self.unmixed if self.is_mixed else self.number)

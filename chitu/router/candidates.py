@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.protocol import ClusterView, InstanceInfo
+from chitu.protocol.weights import Weights
 from chitu.types import Role, instance_name
 
 NO_GROUPS: Groups = MappingProxyType({})
@@ -75,15 +76,15 @@ class Candidates:
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
         # While new requests wait, those that change their weights count, too: nothing goes there before they have.
-        return cls.among(view.instances, None if view.weights.holds else view.weights.serve.number)
+        return cls.among(view.instances, None if view.weights.holds else view.weights.serve)
 
     @classmethod
-    def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
-        """Return those of the instances that serve weights of this number, and do not sleep; None: whatever they do. A
-        group counts once all its members do."""
+    def among(cls, instances: Iterable[InstanceInfo], weights: Weights | None = None) -> Candidates:
+        """Return those of the instances that serve these weights and do not sleep; None: whatever they do. A group
+        counts once all its members do."""
         able = [i for i in instances if not i.draining]
         if weights is not None:
-            able = [i for i in able if i.weights.number == weights and not i.weights.sleep]
+            able = [i for i in able if i.weights == weights]
         usable = sorted(whole_groups(able), key=lambda i: i.engine_rank)
         names = {i.name for i in usable} if len(usable) < len(able) else set()
         return cls(

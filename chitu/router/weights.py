@@ -71,7 +71,9 @@ class WeightsChange:
 
 
 class ClusterWeights:
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0, num_routers: int = 1) -> None:
+        """`index`: that of this router among all. No two of them give one number to a change."""
+        self._index, self._num_routers = index, num_routers
         self.serve = Weights()
         self._pause = Pause()
         """The last word about pauses that this router was given; of a pause that another one has ended, the number."""
@@ -281,7 +283,8 @@ class ClusterWeights:
             raise WeightsRefused("there is no instance that could read these weights")
 
     def _next_number(self) -> int:
-        self._last = max(self._last, self.serve.number) + 1
+        following = max(self._last, self.serve.number) + 1
+        self._last = following + (self._index - following) % self._num_routers
         return self._last
 
     def _begin(self, wanted: Weights, what: str) -> WeightsChange:

@@ -38,6 +38,9 @@ class RouterWorld(Protocol):
     @property
     def config(self) -> RouterConfig: ...
 
+    @property
+    def num_routers(self) -> int: ...
+
     def new_incarnation(self) -> int: ...
 
     def soon(self, act: Callable[[], None]) -> None:
@@ -78,7 +81,9 @@ class SimulatedRouter:
         self._deadlines = world.config.pd_disaggregation.deadlines
         trace = RouterTrace(TraceConfig(), cast(Any, None), "router", world.clock)  # nothing is traced
         self.requests = PDRequestRouter(cast(Any, self), world.clock, world.config, trace, index)
-        self.coordination = PDCoordination(world.clock, self._deadlines, self.incarnation, self, places, index)
+        self.coordination = PDCoordination(
+            world.clock, self._deadlines, self.incarnation, self, places, index, world.num_routers
+        )
         self._change: WeightsChange | None = None
         """The last change of weights that was asked for here."""
         self._is_due = False

@@ -64,7 +64,7 @@ class SleepWorld(World):
     def restart_router(self, router: int) -> None:
         """Start a router that knows nothing, with what the instances report."""
         core = self.cores[router] = PDCoordination(
-            self.clock, DeadlineConfig(lease_s=1e6), 90 + router, self, (), router
+            self.clock, DeadlineConfig(lease_s=1e6), 90 + router, self, (), router, 2
         )
         for instance in self.instances:
             info = msgspec.structs.replace(instance.record, weights=instance.keeper.serves)
@@ -99,7 +99,7 @@ def test_all_sleep_once_nothing_runs_and_the_other_router_may_wake_them(level: S
     world.settle()
     assert running in world.answered and world.levels == [level] * 3
     assert {report.freed_bytes for _, report in world.cores[1].weights.sleeping().values()} == {100 * level}
-    assert not Candidates.among(world.cores[0].view.instances, 0).usable, "they are taken for awake"
+    assert not Candidates.among(world.cores[0].view.instances, Weights()).usable, "they are taken for awake"
     world.wake(wakes)
     world.settle()
     assert world.levels == [0, 0, 0] and not world.is_held(0) and not world.is_held(1)
@@ -127,7 +127,7 @@ def run_in_any_order(seed: int) -> int:
         seen = max(seen, *world.levels)
     world.settle_all()
     assert not world.waiting and all(not instance.running for instance in world.instances)
-    assert all(request.versions == {0} for request in world.answered)
+    assert all(request.versions == {Weights()} for request in world.answered)
     return seen
 
 

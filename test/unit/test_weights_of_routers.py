@@ -3,7 +3,9 @@ events at random: what one router is told, both do, and what it wants ends with 
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,6 +14,7 @@ from support.clock import FakeClock
 from test_weights import LAYOUT, NAMES, FakeLoader
 
 from chitu.config.schema import DeadlineConfig
+from chitu.errors import WeightsRefused
 from chitu.instance.weights import RETRY_S, WeightsKeeper, join_orders
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, Heartbeat, InstanceInfo, Join, LoadReport
@@ -26,7 +29,7 @@ class Request:
     router: int
     weights: int = -1
     pair: tuple[Instance, ...] = ()
-    versions: set[int] = field(default_factory=set)
+    versions: set[Weights] = field(default_factory=set)
     left: int = 3
 
 
@@ -61,7 +64,7 @@ class Instance:
         if self.keeper.freezes:
             return
         for request in list(self.running):
-            request.versions.add(self.keeper.serves.number)
+            request.versions.add(self.keeper.serves)
             request.left -= self is request.pair[1]
             if self is request.pair[0] or request.left == 0:
                 self.running.remove(request)
@@ -79,7 +82,7 @@ class World:
         self.waiting: list[Request] = []
         """Requests that their routers hold, or that an instance has refused."""
         self.lost = 0
-        self.cores = [PDCoordination(self.clock, DeadlineConfig(lease_s=1e6), 70 + i, self, (), i) for i in (0, 1)]
+        self.cores = [PDCoordination(self.clock, DeadlineConfig(lease_s=1e6), 70 + i, self, (), i, 2) for i in (0, 1)]
         self.instances = [Instance(self, *name) for name in NAMES]
         for core in self.cores:
             for instance in self.instances:
@@ -127,6 +130,8 @@ class World:
 
     def drive(self, change: WeightsChange, router: int = 0) -> None:
         """Do what `cluster/weights.py` does."""
+        if router not in self.alive:
+            return
         core = self.cores[router]
         if change.phase == "drain" and core.view.weights.holds and core.weights.is_drained:
             core.weights.on_drained(change)
@@ -137,7 +142,7 @@ class World:
         self.cores[router].publish_weights()
         return change
 
-    def step(self, change: WeightsChange | None) -> None:
+    def step(self, change: WeightsChange | None, router: int = 0) -> None:
         instance, event = self.random.choice(self.instances), self.random.randrange(6)
         if event == 0:
             instance.deliver_view(self.random.choice((0, 1)))
@@ -145,14 +150,14 @@ class World:
             instance.beat()
         elif event < 4:
             instance.turn()
-        elif event == 4 and change is not None and 0 in self.alive:
-            self.drive(change)
+        elif event == 4 and change is not None:
+            self.drive(change, router)
         else:
             waiting, self.waiting = self.waiting, []
             for request in [*waiting, Request(self.random.choice(self.alive))]:
                 self.send(request)
 
-    def settle(self, change: WeightsChange | None = None) -> None:
+    def settle(self, change: WeightsChange | None = None, changes_at: int = 0) -> None:
         for _ in range(12):
             self.clock.advance(RETRY_S)
             for instance in self.instances:
@@ -160,8 +165,8 @@ class World:
                     instance.deliver_view(router)
                 instance.turn()
                 instance.beat()
-            if change is not None and 0 in self.alive:
-                self.drive(change)
+            if change is not None:
+                self.drive(change, changes_at)
 
     @property
     def frozen(self) -> list[bool]:
@@ -250,11 +255,11 @@ def test_a_change_waits_for_the_requests_of_the_other_router_which_holds_new_one
     assert world.is_held(1), "the other router goes on"
     world.send(late)
     world.settle(change)
-    assert change.phase == "done" and running.versions == {0} and world.waiting == [late]
+    assert change.phase == "done" and running.versions == {Weights()} and world.waiting == [late]
     world.waiting.clear()
     world.send(late)
     world.settle()
-    assert late in world.answered and late.versions == {1}
+    assert late in world.answered and late.versions == {change.wanted}
 
 
 def test_requests_at_two_routers_wait_through_a_change_at_one_and_none_finds_no_instance() -> None:
@@ -283,6 +288,41 @@ def test_requests_at_two_routers_wait_through_a_change_at_one_and_none_finds_no_
         assert len({instance.keeper.serves for instance in world.instances}) == 1, seed
         assert change.phase == "done" or 0 not in world.alive, (seed, change.phase)
     assert deaths > 20
+
+
+def test_two_changes_at_once_at_two_routers_give_no_request_tokens_of_both() -> None:
+    """Each router may begin one, or another one, at any step; one of them may die. No two have one number."""
+    ends = Counter[str]()
+    for seed in range(60):
+        world = World(seed)
+        changes, begun = dict[int, WeightsChange](), list[WeightsChange]()
+        dies_at = world.random.choice([-1, world.random.randrange(400)])
+        for number in range(500):
+            if number == dies_at:
+                world.kill(world.random.choice((0, 1)))
+            if number == dies_at + 40:
+                world.end_lease()
+            router = world.random.choice(world.alive)
+            if world.random.random() < 0.3 and (router not in changes or changes[router].is_over) and number < 400:
+                with contextlib.suppress(WeightsRefused):
+                    changes[router] = world.begin(router, world.random.choice(("/new", "/newer")))
+                    begun.append(changes[router])
+            world.step(changes.get(router), router)
+        world.end_lease()
+        for _ in range(4):
+            for router, change in changes.items():
+                world.settle(change, router)
+            world.settle()
+            waiting, world.waiting = world.waiting, []
+            for request in waiting:
+                world.send(request)
+        assert not world.waiting, f"seed {seed}: {len(world.waiting)} requests wait for good"
+        assert all(len(request.versions) == 1 for request in world.answered), seed
+        assert len({instance.keeper.serves for instance in world.instances}) == 1, seed
+        numbers = [each.wanted.number for each in begun if each.is_committed]
+        assert len(numbers) == len({*numbers}), seed
+        ends.update(each.phase for each in begun)
+    assert min(ends["done"], ends["failed"]) > 50, ends
 
 
 def test_requests_wait_while_all_that_could_serve_them_read_the_weights_and_not_if_they_cannot() -> None:
