@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 from cluster_process import CONFIG, DEADLINES, Process, Writes, WriteWatch
-from pd_world import PAGE_BYTES, Frame, mixed
+from pd_node import PAGE_BYTES, mixed
+from pd_world import Frame
 from support.clock import FakeClock
 from support.fake_transport import FakeFabric, Fault, FaultKind
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, VOCAB, Memory, WatchedCopier, staged
+from pd_node import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, VOCAB, Memory, WatchedCopier, staged
 from support.executors import LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, TURN_S, Cluster
 from cluster_process import CONFIG, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, SlowProcess, Writes
-from pd_world import mixed
+from pd_node import mixed
 from support.keyed_peer import KeyedPeer
 from support.requests import decode_request, prefill_request
 

@@ -15,7 +15,7 @@ from cluster_process import LateProcess, Writes
 from cluster_world import ClusterWorld, LateRoutedWorld, LateWorld, RoutedWorld, SlowRoutedWorld, SlowWorld
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
-from pd_world import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
+from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.staged import StagedTransport

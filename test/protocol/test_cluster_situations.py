@@ -8,7 +8,7 @@ import pytest
 from cluster import Op
 from cluster_process import DEADLINES, Process
 from cluster_world import CheckedRequest, ClusterWorld
-from pd_world import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
+from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 from support.fake_transport import Fault, FaultKind
 
 from chitu.cache_manager import PagedKVCacheManager

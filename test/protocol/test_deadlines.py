@@ -14,7 +14,8 @@ from cluster import TURN_S
 from cluster_process import DEADLINES as CLUSTER_DEADLINES
 from cluster_process import REQUEST_TIMEOUT_S, Process
 from cluster_world import ClusterWorld
-from pd_world import DEADLINES, Node, Pair, logits_of
+from pd_node import DEADLINES, Node, logits_of
+from pd_world import Pair
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferStalled, TransferTimeout

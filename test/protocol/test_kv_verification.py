@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from pd_world import DEADLINES, NUM_LAYERS, PAGE_BYTES, Pair
+from pd_node import DEADLINES, NUM_LAYERS, PAGE_BYTES
+from pd_world import Pair
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import Integrity, TransferTimeout

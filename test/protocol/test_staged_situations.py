@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from pd_world import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Frame, Node, Pair, World, busy_segments
+from pd_node import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Node
+from pd_world import Frame, Pair, World, busy_segments
 from support.fake_transport import Fault, FaultKind
 from support.faults import FaultConfig
 

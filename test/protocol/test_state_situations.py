@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pd_world import NUM_STATES, PAGE_BYTES, STATE_LAYOUT, Pair, prompt_of, state_of
+from pd_node import NUM_STATES, PAGE_BYTES, STATE_LAYOUT, prompt_of, state_of
+from pd_world import Pair
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import ChituError, Integrity, PrefillLost

@@ -8,7 +8,8 @@ import uuid
 
 import msgspec
 import pytest
-from pd_world import DEADLINES, LAYOUT, PAGE_BYTES, DeviceQueue, Pair, World
+from pd_node import DEADLINES, LAYOUT, PAGE_BYTES, DeviceQueue
+from pd_world import Pair, World
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import (

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, MovingWire, PSide, room_of
+from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, room_of
 from support.images import PumpedSource, VisionExecutor, expected_with_images
 from support.requests import decode_request, prefill_request, unified_request
+from tiered_world import MovingWire
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import ExecutorInfo

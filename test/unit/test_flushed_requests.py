@@ -10,20 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from scheduler_world import (
-    INFO,
-    PAGE_SIZE,
-    Engine,
-    Instance,
-    MemoryStore,
-    Stored,
-    TieredPair,
-    names_of,
-    prompt_of,
-    room_of,
-    rows_of,
-)
+from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
 from support.requests import decode_request, prefill_request, unified_request
+from tiered_world import Engine, MemoryStore, Stored, TieredPair, names_of, rows_of
 
 from chitu.fake.executor import expected_tokens
 from chitu.instance.prefill import ESTIMATE_S

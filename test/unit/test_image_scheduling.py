@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import scheduler_world
+import tiered_world
 from hypothesis import given
 from hypothesis import strategies as st
 from image_world import SEEING, Eyes, Seeing, SeeingPair, SeeingSide, full_pages, text
 from numpy.typing import NDArray
-from scheduler_world import INFO, PAGE_SIZE, Engine, Tiered, room_of
+from scheduler_world import INFO, PAGE_SIZE, room_of
 from support.clock import FakeClock
 from support.images import PumpedSource, VisionExecutor, expected_with_images, image, key_of
 from support.requests import prefill_request, unified_request
+from tiered_world import Engine, Tiered
 
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, DecodeLost, Internal, InvalidRequest, StepFailed, TransferStalled
@@ -350,7 +351,7 @@ class TieredEyes(Engine, VisionExecutor):
 
 
 def test_tiers_have_the_pages_of_an_image_and_its_prompt_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_world, "Engine", TieredEyes)
+    monkeypatch.setattr(tiered_world, "Engine", TieredEyes)
     instance = Tiered(16)
     source = instance.scheduler._images._source = PumpedSource()
     for index, (images, loaded) in enumerate(

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from disk_scenarios import got, key_of, put, record_of
-from scheduler_world import Engine, Tiered
 from support.clock import FakeClock
+from tiered_world import Engine, Tiered
 
 from chitu import lock_files
 from chitu.config.schema import CacheConfig

@@ -16,10 +16,8 @@ from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import LayerCallback, StepPlan, StepResult
-from chitu.errors import Internal, StepFailed
+from chitu.errors import StepFailed
 from chitu.fake.executor import FakeExecutor, expected_tokens
-from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.drafts import source_of
 from chitu.instance.load import BacklogMeter
@@ -669,42 +667,3 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
     while not scheduler.is_idle:
         scheduler.step()
     assert (scheduler.load.tokens, scheduler.load.tokens_dropped) == (10, 6)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The watchdog of the step thread.
-
-
-class SlowDevice(FakeExecutor):
-    """A device each layer of which takes almost `step_s`."""
-
-    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        def layer_done(layer: int) -> None:
-            for _ in range(self.looks):
-                self.views += 1
-                self.watch.look([self.views], self.scheduler.turns)
-            if on_layer is not None:
-                on_layer(layer)
-
-        return super().execute(plan, layer_done)
-
-    views = 0
-    looks = round(DeadlineConfig().step_s / DeadlineConfig().heartbeat_interval_s) - 1
-    watch = SilenceWatch(DeadlineConfig())
-    scheduler: PDScheduler
-
-
-def test_a_step_with_prompt_tokens_may_take_long_while_its_layers_end() -> None:
-    assert INFO.num_layers > 1
-    instance = Instance(32, executor=SlowDevice)
-    device, scheduler = instance.executor, instance.scheduler
-    assert isinstance(device, SlowDevice)
-    device.scheduler = scheduler
-    prompts = [unified_request(room_of(n), "r", pack_i32(prompt_of(n, 4)), SamplingParams(1)) for n in range(2)]
-    scheduler.submit(prompts[0])
-    assert scheduler.step()
-    assert device.views == INFO.num_layers * device.looks
-    device.looks += 2
-    scheduler.submit(prompts[1])
-    with pytest.raises(Internal, match=r"the step thread has made no progress for .*step_s"):
-        scheduler.step()

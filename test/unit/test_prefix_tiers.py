@@ -9,23 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
-from scheduler_world import (
-    PAGE_SIZE,
-    TIMEOUT_S,
-    Engine,
-    Instance,
-    MemoryStore,
-    PSide,
-    Stored,
-    Tiered,
-    TieredPair,
-    Wire,
-    names_of,
-    prompt_bytes,
-    prompt_of,
-    room_of,
-)
+from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
 from support.requests import decode_request, prefill_request
+from tiered_world import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair, names_of, prompt_bytes
 
 from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError

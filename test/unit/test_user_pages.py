@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_world import TIMEOUT_S, Stored, prompt_of
+from scheduler_world import prompt_of
+from tiered_world import TIMEOUT_S, Stored
 
 from chitu.config.load import load_topology
 from chitu.config.topology_checks import problems
