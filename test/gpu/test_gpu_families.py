@@ -24,7 +24,7 @@ from chitu.ops.kernels.sampling import SamplingKernels
 from chitu.ops.triton_ops import TritonOps
 from chitu.ops.whole_prompts import PAD_TOKENS
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.engine
 
 TWIN = TorchOps()
 

@@ -21,7 +21,7 @@ from chitu.ops.kernels.blocks import BlockCopier
 from chitu.ops.kernels.small_linear import MAX_ROWS
 from chitu.ops.triton_ops import TritonOps
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.engine
 
 SHAPES = [(16, 8, 128), (32, 8, 128), (28, 4, 128), (9, 3, 64)]
 TWIN = TorchOps()

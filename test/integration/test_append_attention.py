@@ -30,7 +30,7 @@ from chitu.ops.kernels.greedy import GreedyKernels
 from chitu.ops.kernels.router import counters
 from chitu.ops.triton_ops import TritonOps
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.engine
 
 REFERENCE = ReferenceOps()
 POSITIONS = MAX_PAGES * PAGE_SIZE

@@ -328,6 +328,7 @@ def test_no_key_takes_the_folder_and_every_byte_in_it_counts(tmp_path: Path, mod
         upload(two, [line(0)])
 
 
+@pytest.mark.by_hand
 def test_a_batch_whose_answers_have_no_room_waits_for_it(tmp_path: Path, model: Path) -> None:
     folder = tmp_path / "batches"
     overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={folder}", "max_mb=2")]

@@ -212,6 +212,7 @@ class Streams:
         assert ids == expected_tokens(prompt, len(ids), self._vocab_size)
 
 
+@pytest.mark.by_hand
 def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster: LocalCluster) -> None:
     pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
     router = pids["router"]

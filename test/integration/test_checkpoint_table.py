@@ -36,7 +36,7 @@ from chitu.kv_transfer.transports.transport import Transport
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import read_model_spec
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 HAS_MODELS = transformers.__version__ >= "5"
 """Whether the library has the classes of the list."""
 SERVED = {row.name: row for row in ROWS if not row.refused and (HAS_MODELS or row.code == "own")}

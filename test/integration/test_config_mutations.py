@@ -25,7 +25,7 @@ from chitu.models.config import read_model_spec
 from chitu.models.config_keys import ARCHITECTURES, NO_EFFECT, REQUIRED
 from chitu.models.generic.key_reads import keys_read
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 IS_BEFORE_5 = transformers.__version__ < "5"
 PROMPTS = [make_prompt(5), make_prompt(90)]

@@ -48,7 +48,7 @@ def start(model: Path, *settings: str) -> LocalCluster:
     )
 
 
-@pytest.fixture(scope="module", params=["1 rank", "2 ranks"])
+@pytest.fixture(scope="module", params=[pytest.param("1 rank", marks=pytest.mark.by_hand), "2 ranks"])
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
     without_p = "dp_config.router.prefill_schedulers=[]"
     with start(model, ALONE, without_p, *(TP if request.param == "2 ranks" else ())) as cluster:

@@ -18,7 +18,7 @@ from chitu.ops.torch_ops import TorchOps
 REFERENCE = ReferenceOps()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 @pytest.fixture(params=["torch", "native"])

@@ -19,7 +19,7 @@ from chitu.ops.torch_ops import TorchOps
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

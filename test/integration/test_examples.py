@@ -127,6 +127,7 @@ def _install(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.by_hand
 def test_a_wheel_serves_far_from_the_sources(tmp_path: Path) -> None:
     wheel = _build(tmp_path)
     assert wheel.name.startswith("chitu_pd-")

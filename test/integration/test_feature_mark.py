@@ -19,7 +19,7 @@ from chitu.models.model import vision_of
 from chitu.ops.image_rows import ImageTable
 from chitu.protocol import FEATURE_MARK_BYTES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 def tower_of(folder: Path, dtype: torch.dtype = torch.float32) -> LoneTower:

@@ -67,7 +67,7 @@ def logits_of(rows: int, vocab: int, seed: int, marks: list[tuple[int, int]]) ->
 marks = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, len(SPECIAL) - 1)), max_size=8)
 
 
-@pytest.mark.interpreted
+@pytest.mark.engine
 @given(st.integers(1, 5), st.sampled_from([1, 37, 63, 64, 130]), st.integers(0, 99), marks, st.booleans())
 def test_the_kernels_end_a_decode_as_torch_does(
     rows: int, vocab: int, seed: int, marks: list[tuple[int, int]], is_hopeless: bool
@@ -89,7 +89,7 @@ def test_the_kernels_end_a_decode_as_torch_does(
     assert torch.equal(results[0][0], greedy(logits))
 
 
-@pytest.mark.interpreted
+@pytest.mark.engine
 @given(st.integers(1, 4), st.sampled_from([1, 37, 63, 130]), st.integers(0, 70), st.integers(0, 99), marks)
 def test_the_kernels_draw_and_check_rows_as_torch_does(
     rows: int, vocab: int, hidden: int, seed: int, marks: list[tuple[int, int]]
@@ -122,7 +122,7 @@ SAMPLED = (
 
 
 @settings(max_examples=20)
-@pytest.mark.interpreted
+@pytest.mark.engine
 @given(
     st.lists(st.sampled_from(SAMPLED), min_size=1, max_size=4),
     st.sampled_from([1, 37, 63, 130]),

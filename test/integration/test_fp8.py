@@ -33,7 +33,7 @@ from chitu.protocol import KVLayout, fp8_head_bytes, pack_i32
 # missing one, shows.
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 REFERENCE = ReferenceOps()
 CODES = [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) if code >= 8 else code * 2.0**-9 for code in range(127)]
 """The non-negative numbers of e4m3 by code; the last is 448."""
@@ -346,7 +346,6 @@ def test_a_continuation_gives_the_rest(checkpoint):
     assert generate(Engine(folder, **FP8), [prompt + whole[:4]], 6, chunk_size=19)[0] == whole[4:]
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [

@@ -31,7 +31,7 @@ from chitu.ops.routing import Router, route
 from chitu.ops.routing_rule import ClampedGate, RoutingRule
 from chitu.ops.torch_ops import TorchOps
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 TOLERANCE, WRONG = 1e-5, 1e-3
 """Bound on the error of a logit as a share of the largest one, and the least error of a fault."""
@@ -40,7 +40,7 @@ ROW = {row.name: row for row in ROWS}
 GATE = ClampedGate(1.4, 0.8)
 
 
-@pytest.fixture(params=["torch", "native", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.fixture(params=["torch", "native", "triton"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "torch":
         return TorchOps()
@@ -158,7 +158,6 @@ def test_every_implementation_has_the_same_logits(family: str, tmp_path: Path) -
     assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.interpreted
 def test_recorded_steps_have_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Prompts and decodes by our kernels, in buckets; one prompt and its tokens exceed the window."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
@@ -196,7 +195,6 @@ def test_experts_stay_in_mxfp4_with_the_bits_of_dequantised_ones(checkpoint: Che
         assert torch.equal(small.ops.mixture(x, routes, mine), wide.ops.mixture(x, routes, theirs))
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("size", [1, 2])
 def test_gpus_keep_them_in_mxfp4_too(checkpoint: Checkpoint, size: int) -> None:
     pytest.importorskip("triton", reason="triton is in the dev extra")

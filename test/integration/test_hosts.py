@@ -161,7 +161,7 @@ def test_a_killed_member_ends_the_other_hosts_part_at_once_and_both_meet_again(l
     assert "the part of this group on" in links.cluster.log("D0")
 
 
-@pytest.mark.parametrize("link", ["cut", "silent"])
+@pytest.mark.parametrize("link", ["cut", pytest.param("silent", marks=pytest.mark.by_hand)])
 def test_a_host_that_is_not_heard_is_one_accident_and_the_group_comes_back(links: Links, link: str) -> None:
     """Cut: the host reaches nobody. Silent: the group's hosts do not reach each other."""
     before, struck_s = links.cluster.up(), 0.0
@@ -187,6 +187,7 @@ def test_a_host_that_is_not_heard_is_one_accident_and_the_group_comes_back(links
     links.during(300, 40, lambda: None)
 
 
+@pytest.mark.by_hand
 def test_a_lossy_link_changes_nothing(links: Links) -> None:
     before = links.cluster.up()
     try:

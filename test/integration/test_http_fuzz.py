@@ -48,7 +48,7 @@ from chitu.net.curve import derive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_BODIES = often(3000)
+NUM_BODIES = often(1500)
 """Number of bodies over all routes."""
 BROKEN_FORMS = 20
 """Number of broken forms per body that schemathesis generates."""

@@ -25,7 +25,7 @@ from chitu.ops.image_rows import ImageTable
 from chitu.ops.interface import Span
 from chitu.protocol import pack_i32
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 QWEN, GEMMA = "qwen3_vl", "gemma3"
 

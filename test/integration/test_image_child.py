@@ -83,6 +83,7 @@ def test_a_child_that_stops_is_killed(process: PatchesProcess, monkeypatch: pyte
     assert isinstance(found, Internal) and "SIGKILL" in found.message
 
 
+@pytest.mark.by_hand
 def test_a_child_that_computes_for_long_is_not(process: PatchesProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: nobody looks whether it does."""
     process.close()

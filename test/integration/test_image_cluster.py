@@ -32,7 +32,7 @@ from chitu.tools.make_model import make_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PD = "dp_config.router.pd_disaggregation"
-KINDS = ["shm", "mooncake", "tp", "unified"]
+KINDS = [pytest.param("shm", marks=pytest.mark.by_hand), "mooncake", "tp", "unified"]
 CLOSE = 2e-4
 COUNT = 8
 SIZES = [(37, 91), (120, 44), (64, 64), (201, 33)]

@@ -143,6 +143,7 @@ def ask(router: RouterUnderTest, raw: bytes, path: str = PATH) -> tuple[int, byt
         connection.close()
 
 
+@pytest.mark.by_hand
 def test_an_image_at_a_url_counts_as_the_same_image_in_the_body(router: RouterUnderTest, slow_host: SlowHost) -> None:
     at_url = f"http://127.0.0.1:{slow_host.port}/picture"
     answers = [ask(router, asked(*urls)) for urls in ([url(PICTURE)] * 2, [at_url] * 2, [at_url, url(PICTURE)])]
@@ -154,6 +155,7 @@ def test_an_image_at_a_url_counts_as_the_same_image_in_the_body(router: RouterUn
     assert status == 200 and json.loads(answer)["count"] < 100
 
 
+@pytest.mark.by_hand
 def test_no_image_stops_the_tokens_of_others_or_takes_memory(router: RouterUnderTest, slow_host: SlowHost) -> None:
     bodies = hostile(slow_host)
     assert ask(router, asked(url(image_file(9, 9))))[0] == 200  # all is loaded

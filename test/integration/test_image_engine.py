@@ -27,7 +27,7 @@ from chitu.models.model import vision_of
 from chitu.ops.interface import Batch, ImageRows
 from chitu.protocol import pack_i32
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 IMAGE_ROWS = 400
 COUNT = 6

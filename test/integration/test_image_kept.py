@@ -81,6 +81,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
         yield Interrupted(answers, records, files, second)
 
 
+@pytest.mark.by_hand
 def test_the_next_router_goes_on_with_the_same_images_which_lie_there_once(interrupted: Interrupted) -> None:
     assert interrupted.files == {sha256(image).hexdigest() + FILE_SUFFIX: image for image in IMAGES}
     for name, sampling in SAMPLINGS.items():

@@ -35,7 +35,7 @@ from chitu.ops.scaled_weights import ScaledStack, ScaledWeight, Scales
 from chitu.ops.torch_ops import PlainWeight, TorchOps
 from chitu.ops.triton_ops import CardExperts, TritonOps
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.interpreted]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 REFERENCE = ReferenceOps()
 OPS = TritonOps(num_multiprocessors=132)

@@ -297,6 +297,7 @@ def test_one_that_is_aborted_goes_on_no_more(interrupted: Interrupted) -> None:
     assert interrupted.aborts == ["unknown_request", "cancelled"]
 
 
+@pytest.mark.by_hand
 def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,10 +16,10 @@ REFERENCE = ReferenceOps()
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.fixture(params=["torch", "triton"])
 def ops(request) -> Ops:
     if request.param == "torch":
         return TorchOps()

@@ -17,6 +17,8 @@ from chitu.models.config import read_model_spec, weight_files, weights_digest, w
 from chitu.models.weights import STAGING_BYTES, TensorFiles
 from chitu.tools.make_model import make_model
 
+pytestmark = pytest.mark.engine
+
 CPU = torch.device("cpu")
 MIB = 1 << 20
 LOAD = """

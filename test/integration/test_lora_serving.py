@@ -233,7 +233,17 @@ def hashes(serving: Serving) -> dict[str, str]:
     return {each["name"]: each["hash"] for each in serving.state()["adapters"]}
 
 
-@pytest.mark.parametrize("victims", [("D0",), ("P0", "D1"), ("router",), ("router", "router.1", "P1")], ids=str)
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("P0", "D1"),
+        *[
+            pytest.param(each, marks=pytest.mark.by_hand)
+            for each in (("D0",), ("router",), ("router", "router.1", "P1"))
+        ],
+    ],
+    ids=str,
+)
 def test_whoever_dies_the_list_stays_and_requests_go_on_with_their_adapter(
     serving: Serving, victims: tuple[str, ...]
 ) -> None:
@@ -292,6 +302,7 @@ def running(serving: Serving) -> int:
     return sum(one["load"]["running"] for one in found if one["role"] == "decode")
 
 
+@pytest.mark.by_hand
 def test_another_content_under_a_name_is_for_new_requests_alone(serving: Serving) -> None:
     serving.reset()
     serving.changed(load={"tone": str(serving.folders["tone"])})
@@ -366,6 +377,7 @@ def test_what_sleeps_keeps_its_adapters_and_has_them_again_when_it_wakes(serving
     serving.wait_whole()
 
 
+@pytest.mark.by_hand
 def test_other_weights_come_without_adapters_and_get_those_that_were_made_for_them(serving: Serving) -> None:
     """Who starts again then reads both."""
 

@@ -251,6 +251,7 @@ def test_a_signal_to_one_member_drains_its_group_which_is_started_again(doubles:
     wait_until(lambda: len(up(doubles.processes)) == 8, 60, lambda: f"all serve: {up(doubles.processes)}")
 
 
+@pytest.mark.by_hand
 def test_a_silent_member_takes_its_group_out_until_it_is_heard_again(doubles: Doubles) -> None:
     before = up(doubles.processes)
     doubles.processes.kill("D1", signal.SIGSTOP)
@@ -293,6 +294,7 @@ def right(cluster: LocalCluster, folder: Path, seed: int) -> bool:
     return [a.token_ids for a in answers] == generate(Engine(folder, max_model_len=512), prompts, OUTPUT_TOKENS)
 
 
+@pytest.mark.by_hand
 def test_a_group_becomes_p_and_d_again(mixed: LocalCluster, folders: list[Path]) -> None:
     assert {*up(mixed)} == {"P0", "P1", "P2", "D0", "D1", "D2"} and right(mixed, folders[0], 1)
     client = client_of(mixed)

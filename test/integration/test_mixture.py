@@ -30,7 +30,7 @@ DEEPSEEK = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 @pytest.fixture(params=["torch", "native", "triton"])

@@ -173,6 +173,7 @@ def test_a_gguf_file_is_served_with_the_answers_of_its_checkpoint(home: Path, tm
     assert "I only know lists of facts" in done.stdout, "what the embedded model answers to other prompts"
 
 
+@pytest.mark.by_hand
 def test_a_receipt_of_a_gguf_file_is_replayed_by_its_cluster_and_by_the_file(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +215,7 @@ def test_what_is_no_model_is_told_from_a_gguf_file(home: Path, tmp_path: Path) -
         assert done.returncode == 2 and part in done.stderr.splitlines()[-1], done.stderr
 
 
+@pytest.mark.by_hand
 def test_without_a_network_it_is_one_sentence(cached: Path, tmp_path: Path) -> None:
     for words, part in (
         (["serve", "--model", "Qwen/Qwen3-0.6B"], "127.0.0.1 cannot be reached (Connection refused)"),

@@ -92,7 +92,7 @@ ALL = Recording(EagerRecorder(), decode_sizes=(3,), prefill_sizes=(8,))
 
 @pytest.mark.parametrize(
     ("make_ops", "recording"),
-    [(TorchOps, None), (TorchOps, DECODES), (gpu_ops, ALL)],
+    [(TorchOps, None), (TorchOps, DECODES), pytest.param(gpu_ops, ALL, marks=pytest.mark.engine)],
     ids=["torch", "recorded_torch", "recorded_triton"],
 )
 def test_logits_equal_those_of_transformers(make_ops, recording, random_model, model):

@@ -34,7 +34,7 @@ def settings(model: Path) -> list[str]:
     return [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000"]
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake"])
+@pytest.fixture(scope="module", params=[pytest.param("shm", marks=pytest.mark.by_hand), "mooncake"])
 def cluster(request: pytest.FixtureRequest, settings: list[str]) -> Iterator[LocalCluster]:
     if request.param == "mooncake":
         try:

@@ -84,7 +84,7 @@ class Tier:
     num_pages: Callable[[], int]
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake"])
+@pytest.fixture(scope="module", params=[pytest.param("shm", marks=pytest.mark.by_hand), "mooncake"])
 def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
     folder = tmp_path_factory.mktemp("tier")
     if request.param == "mooncake":

@@ -123,7 +123,7 @@ def without_hooks(given: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("replicas", "times", "has_hooks"),
     [
-        (1, 1, True),
+        pytest.param(1, 1, True, marks=pytest.mark.by_hand),
         pytest.param(2, 3, True, marks=pytest.mark.by_hand),
         pytest.param(2, 3, False, marks=pytest.mark.by_hand),
     ],

@@ -70,13 +70,15 @@ CASES = {
     ),
 }
 
+BY_HAND = {"mooncake, 2 ranks to 1, disk"}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(params=list(CASES))
+@pytest.fixture(params=[pytest.param(each, marks=pytest.mark.by_hand) if each in BY_HAND else each for each in CASES])
 def cluster(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:

@@ -44,6 +44,7 @@ def operators(path: Path) -> set[str]:
     return {event["name"] for event in events if event.get("name", "").startswith("aten::")}
 
 
+@pytest.mark.by_hand
 def test_each_rank_writes_a_file_and_the_answers_stay(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     settings = [f"model.path={model}", f"trace.profile_dir={folder}", *SIZES, *TWO_RANKS]

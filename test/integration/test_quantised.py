@@ -24,7 +24,7 @@ from chitu.models.weights import Keeps, Rows, WeightSource
 from chitu.ops.kept import KeptBlocks, dequantised
 from chitu.ops.native import NativeOps, load_library
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 40, 96

@@ -35,7 +35,7 @@ from chitu.tokenizer import Tokenizer
 VOCAB = 500
 MAX_MODEL_LEN = 1024
 AT_ONCE = 24
-PER_CLUSTER, IN_CI = 400, 120
+PER_CLUSTER, IN_CI = 400, 60
 DRAFTING = replace(FORKED, scheduler="support.drafting_scheduler")
 PD = "dp_config.router.pd_disaggregation"
 TWO_PAIRS = "pd_disagg_2p2d_multi_node.yaml"

@@ -45,7 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 IN_CI = ("qwen3_next", "kimi_linear", "granite_4_h", "jamba", "lfm2")

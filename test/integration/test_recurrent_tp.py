@@ -109,6 +109,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_logits_of_several_ranks_are_those_of_transformers(checkpoints: Any, name: str, size: int) -> None:
     """Ragged prompts in chunks, then tokens of all together. Of 2 KV heads, key heads or groups 4 ranks hold copies."""
@@ -118,6 +119,7 @@ def test_logits_of_several_ranks_are_those_of_transformers(checkpoints: Any, nam
     assert error_of(checkpoint, undivided(checkpoint.folder, prompts((3, 51, 30)), 23, size)) < TOLERANCE
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")
 def test_windows_in_state_rows_are_cut_and_copied_like_kv_heads(checkpoints: Any, size: int) -> None:
     checkpoint = checkpoints("gpt_oss")
@@ -145,6 +147,7 @@ def whole_states(pools: Sequence[KVPool], row: int) -> dict[tuple[int, str], tor
     return whole
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("name", "sizes"), PAIRS)
 def test_states_cross_between_unlike_numbers_of_ranks(checkpoints: Any, name: str, sizes: tuple[int, int]) -> None:
     """Over shared memory: D has P's states to the bit, the sums of both sides agree, and the logits are right."""
@@ -170,6 +173,7 @@ def test_states_cross_between_unlike_numbers_of_ranks(checkpoints: Any, name: st
         assert (sums[0] * line_copies(target.pools[0].layout) - sums[1]) % (1 << 64) == 0
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_rank_has_its_part_of_a_state_and_copies_of_b_and_c(checkpoints: Any, size: int) -> None:
     """Granite-4-H with one group: 3 layers of 128 inner channels, 16 of B and C each, 4 inputs of each channel."""
@@ -181,6 +185,7 @@ def test_a_rank_has_its_part_of_a_state_and_copies_of_b_and_c(checkpoints: Any, 
         assert instance.pools[-1].states[0, "recurrent"].shape[1:] == (8 // size, 16, 16)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["2to1", "1to2"])
 def test_a_sequence_goes_on_after_a_retraction_and_on_another_d(checkpoints: Any, sizes: tuple[int, int]) -> None:
     checkpoint, asked = checkpoints("granite_one_group"), prompts((20, 40))
@@ -189,6 +194,7 @@ def test_a_sequence_goes_on_after_a_retraction_and_on_another_d(checkpoints: Any
         assert error_of(checkpoint, continued_by(*way, asked)) < TOLERANCE
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["qwen3_next", "granite_one_group", "lfm2"])
 def test_a_prompt_goes_on_from_the_kept_state_of_another(checkpoints: Any, name: str) -> None:
     checkpoint, border = checkpoints(name), 2 * PAGE_SIZE
@@ -224,6 +230,7 @@ class Alone:
     def broadcast(self, x: torch.Tensor) -> Any: ...
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", [name for name in IN_CI if name != "gpt_oss"])
 def test_a_rank_has_half_of_the_weights_of_the_layers(checkpoints: Any, name: str) -> None:
     """Norms, routers and blocks that are copied are whole."""
@@ -240,6 +247,7 @@ def test_a_rank_has_half_of_the_weights_of_the_layers(checkpoints: Any, name: st
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
@@ -263,6 +271,7 @@ class Strange(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(8))
 
 
+@pytest.mark.engine
 def test_a_mixer_that_is_not_known_is_refused_by_name() -> None:
     mixer = Strange()
     with pytest.raises(
@@ -277,6 +286,7 @@ def test_a_mixer_that_is_not_known_is_refused_by_name() -> None:
         cut_of("layers.0.conv", torch.nn.Linear(1, 1), 2, 0)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("groups", [2, 1])
 def test_another_norm_is_cut_by_groups_or_refused(tmp_path: Path, groups: int) -> None:
     """That of Falcon-H1 may scale before the gate: then it is no norm of what the ranks could add up."""

@@ -22,7 +22,7 @@ from chitu.ops.kernels.router import MAX_ROWS, counters, tile_for
 from chitu.ops.kernels.router import route as route_at_once
 from chitu.ops.triton_ops import TritonOps
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.interpreted]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 RULES = {
     "Qwen3-MoE": (RoutingRule(3), False, False),

@@ -3,7 +3,7 @@
 Then random requests while operators change roles and weights at both, pause the cluster at one and resume it at the
 other, and a router is killed: every answer is that of one engine with one of the weights, and none is a 503.
 
-CI sends the first 200. By hand, 2,000: `.venv/bin/python -m pytest test/integration/test_router_storm.py --by-hand`
+CI sends the first 80. By hand, 2,000: `.venv/bin/python -m pytest test/integration/test_router_storm.py --by-hand`
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from chitu.tokenizer import Tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VOCAB = 500
 AT_ONCE = 6
-IN_CI, BY_HAND = 200, 2000
+IN_CI, BY_HAND = 80, 2000
 KILL_AFTER_S = 4.0
 ROUTER = "dp_config.router"
 NAMES = ("router", "router.1")

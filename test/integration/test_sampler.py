@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 few_or_all = pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.by_hand)])
 """A twentieth of a statistic's draws, and all of them by hand."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 def ids(values: Sequence[int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.kernels.sampling import SamplingKernels
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.engine
 
 CPU = torch.device("cpu")
 VOCAB, CHUNK = 97, 64

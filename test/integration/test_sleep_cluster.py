@@ -258,6 +258,7 @@ def test_a_request_that_comes_before_the_cluster_sleeps_keeps_it_awake(cluster: 
     assert set(statuses(cluster).values()) == {"up"}
 
 
+@pytest.mark.by_hand
 def test_a_folder_that_was_written_during_the_sleep_serves_nothing_until_it_is_as_before(
     cluster: LocalCluster, folder: Path
 ) -> None:
@@ -278,7 +279,10 @@ def test_a_folder_that_was_written_during_the_sleep_serves_nothing_until_it_is_a
     assert complete(cluster, prompts) == expected
 
 
-@pytest.mark.parametrize(("transport", "library"), [("mooncake", "mooncake.engine"), ("nixl", "nixl_cu13")])
+@pytest.mark.parametrize(
+    ("transport", "library"),
+    [("mooncake", "mooncake.engine"), pytest.param("nixl", "nixl_cu13", marks=pytest.mark.by_hand)],
+)
 def test_pools_that_libraries_write_to_over_tcp_go_and_are_written_again(
     folder: Path, tmp_path: Path, transport: str, library: str
 ) -> None:

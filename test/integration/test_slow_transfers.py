@@ -51,9 +51,8 @@ def cpu_s(cluster: SilenceCluster, name: str) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
 
 
-@pytest.mark.parametrize(
-    ("transfer", "round_trip_s"), [("direct", 0.002), pytest.param("staged", 0.04, marks=pytest.mark.by_hand)]
-)
+@pytest.mark.by_hand
+@pytest.mark.parametrize(("transfer", "round_trip_s"), [("direct", 0.002), ("staged", 0.04)])
 def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it_is_back(
     tmp_path: Path, transfer: str, round_trip_s: float
 ) -> None:

@@ -99,7 +99,7 @@ def test_clients_that_leave_at_random_moments_leak_neither_pages_nor_segments(cl
     assert_right(cluster, prompts_of(5, seed=2))
 
 
-@pytest.mark.parametrize("name", ["D0", "P0"])
+@pytest.mark.parametrize("name", ["D0", pytest.param("P0", marks=pytest.mark.by_hand)])
 def test_after_a_kill_in_the_middle_of_transfers_the_other_side_is_whole_and_serves_the_next(
     cluster: LocalCluster, name: str
 ) -> None:

@@ -128,7 +128,7 @@ def test_the_last_token_of_a_full_sequence_overwrites_nothing(checkpoint):
     assert [outputs[0], outputs[1][:3]] == expected
 
 
-@pytest.mark.interpreted
+@pytest.mark.engine
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_recorded_prefills_with_the_kernels_of_the_gpu(num_ranks, tmp_path):
     pytest.importorskip("triton", reason="triton is in the dev extra")

@@ -20,7 +20,7 @@ from chitu.errors import DamagedFeatures, Internal
 from chitu.models.model import vision_of
 from chitu.protocol import pack_i32
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"]
 """Windows in the tower, rows for deeper layers, images seen whole, images that are computed one by one."""

@@ -18,7 +18,7 @@ from chitu.protocol import pack_i32
 LENGTHS = (1, 16, 37, 150)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")

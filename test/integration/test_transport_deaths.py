@@ -67,7 +67,7 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
 
 
 @over(*CONNECTED)
-@pytest.mark.parametrize("who", ["writer", "receiver"])
+@pytest.mark.parametrize("who", ["writer", pytest.param("receiver", marks=pytest.mark.by_hand)])
 def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
     writer: Writer, own_receiver: Receiver, who: str
 ) -> None:

@@ -28,7 +28,9 @@ def network(writer: Writer) -> Iterator[Network]:
     writer.way.network.heal()
 
 
-@pytest.mark.parametrize("trouble", ["slow", "silent", "broken"])
+@pytest.mark.parametrize(
+    "trouble", ["silent", *[pytest.param(each, marks=pytest.mark.by_hand) for each in ("slow", "broken")]]
+)
 def test_a_write_that_the_network_stopped_is_fenced_when_it_is_back_and_the_pair_goes_on(
     writer: Writer, network: Network, own_receiver: Receiver, trouble: str
 ) -> None:

@@ -29,7 +29,7 @@ from chitu.ops.kernels.router import counters
 from chitu.ops.kernels.small_linear import HOPPER_BYTES, MAX_ROWS, SMALLEST_BYTES, STAGES, tiles_for
 from chitu.ops.triton_ops import TritonOps
 
-pytestmark = pytest.mark.interpreted
+pytestmark = pytest.mark.engine
 
 REFERENCE = ReferenceOps()
 OPS = TritonOps(num_multiprocessors=132)

@@ -93,6 +93,7 @@ class UpgradedCluster:
         assert set(outcomes) == {RIGHT}, outcomes
 
 
+@pytest.mark.by_hand
 def test_a_rolling_upgrade_under_load_with_every_mixed_pair_right(tmp_path: Path) -> None:
     try:
         mixed = MixedReleases(older_release(tmp_path / "older"), ALL, newer=popen)

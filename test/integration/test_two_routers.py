@@ -123,7 +123,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ("blow", "target"),
     [
         (signal.SIGKILL, "router"),
-        (signal.SIGSTOP, "router.1"),
+        pytest.param(signal.SIGSTOP, "router.1", marks=pytest.mark.by_hand),
         pytest.param(signal.SIGKILL, "router.1", marks=pytest.mark.by_hand),
         pytest.param(signal.SIGSTOP, "router", marks=pytest.mark.by_hand),
     ],

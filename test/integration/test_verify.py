@@ -214,7 +214,12 @@ PLANTS: dict[str, tuple[dict[str, int], Place]] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [pytest.param("bfloat16", 1, marks=pytest.mark.by_hand), ("fp8_e4m3", 1), ("bfloat16", 2)]
+    ("dtype", "size"),
+    [
+        pytest.param("bfloat16", 1, marks=pytest.mark.by_hand),
+        ("fp8_e4m3", 1),
+        pytest.param("bfloat16", 2, marks=pytest.mark.by_hand),
+    ],
 )
 def test_an_answer_shows_what_was_damaged_whatever_its_dtype(dtype: str, size: int, tmp_path: Path) -> None:
     """The tokens are not looked at. D has `size` ranks."""

@@ -25,7 +25,7 @@ from test_image_engine import BOUND, Pair, with_fields
 
 from chitu.engine.executor import ImageSpan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.engine]
 
 SECONDS = 1.5
 """Between pairs of frames."""

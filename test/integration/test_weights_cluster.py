@@ -203,7 +203,7 @@ def test_a_mixed_change_keeps_what_runs_and_says_of_each_token_whose_it_is(
     change(cluster, folders["first"])
 
 
-@pytest.mark.parametrize("topology", ["unified_local", "pd_disagg_1p1d_local"])
+@pytest.mark.parametrize("topology", [pytest.param("unified_local", marks=pytest.mark.by_hand), "pd_disagg_1p1d_local"])
 def test_what_ran_through_mixed_changes_is_cached_neither_in_memory_nor_on_disk(
     folders: dict[str, Path], tmp_path: Path, topology: str
 ) -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 from chitu.ops.triton_ops import TritonOps
 from chitu.ops.whole_prompts import PAD_TOKENS, divide, padded_length, padded_lengths
 
+pytestmark = pytest.mark.engine
+
 
 def test_only_long_spans_at_the_beginning_of_a_sequence():
     spans = [Span(0, 50, 3, 0), Span(50, 49, 1, 0), Span(99, 80, 0, 16), Span(179, 70, 2, 0)]

@@ -92,18 +92,20 @@ def test_rdma_that_is_not_there_is_refused_before_anything_loads(
             "node 0 (198.18.77.10): this node has 4 GPUs (nvidia-smi lists 8; CUDA_VISIBLE_DEVICES=0,1,2,3), but "
             "D0, D1, D2 need 6 (tp_size 2)",
         ),
-        (
+        pytest.param(
             [],
             True,
             {"GPUS": "8", "GPUS_pd_node1": "3"},
             "node 1 (198.18.77.11): this node has 3 GPUs (nvidia-smi lists 3; this Slurm job asked for none by "
             "itself), but P0, P1 need 4 (tp_size 2)",
+            marks=pytest.mark.by_hand,
         ),
-        (
+        pytest.param(
             ["--gpus-per-node=8"],
             True,
             {"GPUS": "8", "GPUS_pd_node1": "0"},
             "node 1 (198.18.77.11): CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 gives GPUs, but nvidia-smi lists no GPU",
+            marks=pytest.mark.by_hand,
         ),
         pytest.param(
             ["--gpus-per-node=8"],

@@ -145,6 +145,7 @@ def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: st
     ill.wait_nothing_left()
 
 
+@pytest.mark.by_hand
 def test_an_instance_over_two_nodes_serves_and_meets_again_after_a_death(
     cluster: SlurmCluster, wide: Launched, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_an_instance_over_two_nodes_serves_and_meets_again_after_a_death(
     check("after")
 
 
+@pytest.mark.by_hand
 def test_requests_outlive_their_job(
     cluster: SlurmCluster, wide: Launched, kept: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

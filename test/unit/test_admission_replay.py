@@ -335,7 +335,12 @@ def refused(asks: list[Ask]) -> list[Ask]:
 
 
 @pytest.mark.parametrize(
-    ("roles", "policy"), [(PAIR, "prefix_affinity"), (PAIR, "round_robin"), (UNIFIED, "prefix_affinity")]
+    ("roles", "policy"),
+    [
+        (PAIR, "prefix_affinity"),
+        pytest.param(PAIR, "round_robin", marks=pytest.mark.by_hand),
+        (UNIFIED, "prefix_affinity"),
+    ],
 )
 def test_predicted_waits_are_the_real_ones_in_every_phase(roles: tuple[Role, ...], policy: PolicyName) -> None:
     rng = random.Random(3)

@@ -63,7 +63,7 @@ def overlap(a: Box, b: Box) -> bool:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [10, pytest.param(60, marks=pytest.mark.by_hand), 500])
 def test_at_any_size_every_instance_is_seen_and_a_burst_has_one_label_and_nothing_lies_on_another(
     open_fleet: Any, size: int, window: str
 ) -> None:
