@@ -21,6 +21,8 @@ from chitu.images.child import ChildSetup, ImageChild
 from chitu.images.forms import ImageModel, image_model_of
 from chitu.images.patches import PatchesProcess, PatchFile
 
+pytestmark = pytest.mark.engine
+
 PATIENCE_S = 60.0
 
 

@@ -41,7 +41,7 @@ from chitu.ops.cuda_driver import Exported
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, TransportSession
 from chitu.tools.bench.transfer import INCARNATION, PipeMessages
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.transfer]
 
 PROGRAM = Path(__file__).with_name("pinned_process.py")
 

@@ -15,6 +15,8 @@ from chitu.errors import TransferFailed
 from chitu.kv_transfer.transports.nixl import TRUSTED_S
 from chitu.kv_transfer.transports.transport import WriteError
 
+pytestmark = pytest.mark.transfer
+
 WAYS = [*ON_ONE_HOST, *BETWEEN_HOSTS]
 
 

@@ -15,7 +15,7 @@ from transport_process import break_connections, page_crcs
 
 from chitu.kv_transfer.transports.transport import WriteError
 
-pytestmark = pytest.mark.parametrize("writer", BETWEEN_HOSTS, indirect=True, scope="module")
+pytestmark = [pytest.mark.parametrize("writer", BETWEEN_HOSTS, indirect=True, scope="module"), pytest.mark.transfer]
 SLOW_BYTES_S = 5000
 """Bandwidth at which a socket's first buffer takes longer than the trouble lasts."""
 

@@ -22,7 +22,10 @@ from chitu.kv_transfer.shard_writer import pair_regions, plan_aux_copy, plan_pag
 from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
 from chitu.types import Ready, new_room
 
-pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")
+pytestmark = [
+    pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module"),
+    pytest.mark.transfer,
+]
 IDLE_S = 1.0
 
 

@@ -22,6 +22,8 @@ from chitu.images.forms import form_of, image_model_of, key_of
 from chitu.images.layout import ImageForm, ImageLayout, Run
 from chitu.images.sizer import SizerProcess
 
+pytestmark = pytest.mark.engine
+
 ODD = random.Random(5)
 SIZES = [(ODD.randrange(1, 400), ODD.randrange(1, 300)) for _ in range(100)] + [(3, 700), (900, 4), (2000, 1500)]
 NUM_TOKENS = {"internvl": 4}
