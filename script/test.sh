@@ -3,7 +3,7 @@
 # Arguments go to pytest instead: script/test.sh test/unit -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-core_minutes=38 # what CI computes of them
+core_minutes=34 # what CI computes of them
 script/setup.sh --dev
 if (($# == 0)); then
     cores=$(nproc) workers=$((2 * (cores < 8 ? cores : 8)))

@@ -43,6 +43,8 @@ def test_an_e_gives_tower_and_features_back_and_encodes_again_as_before(tmp_path
             assert freed.keys() == {"P0", "D0", "E0", "E1"} and freed["E0"] > tower_bytes, "the tower stayed"
             assert not any(sum(pools_of(cluster.pid(name)).values()) for name in freed)
             tower_bytes = freed["E0"]
+            operator(cluster, "/admin/wake")  # a request wakes them, too, and P encodes for itself if it is awake first
+            wait_until(lambda: set(statuses(cluster).values()) == {"up"}, 30, lambda: str(statuses(cluster)))
             assert ask(cluster, *QUESTION) == expected
             wait_until(lambda level=level: encoded(cluster) == 2 + 2 * level, 10, lambda: str(encoded(cluster)))
 
