@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 # langchain and instructor send by the official client what that one's own script sends: chats, streams, tools, schemas.
-BY_HAND = [pytest.param(name, marks=pytest.mark.by_hand) for name in ("langchain", "instructor")]
+BY_HAND = [pytest.param(name, marks=pytest.mark.by_hand) for name in ("agents", "litellm", "langchain", "instructor")]
 
 
 @pytest.mark.parametrize("client", ["openai", "anthropic", *BY_HAND])
